@@ -1,0 +1,175 @@
+"""The attention function that a compressed cache needs, and its installation on a model.
+
+transformers does not hand queries to a cache. So the model is set to an attention function registered under a name of
+its own; it runs the model's own attention and, where the keys come from a `CompressedLayer`, tells that layer about the queries.
+Any other cache passes through untouched.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_flash_attention_utils import _flash_attention_forward
+
+from kvcomp.layer import CompressedLayer
+from kvcomp.rotary import Rotary
+
+NAMES = {"sdpa": "kvcomp_sdpa", "eager": "kvcomp_eager", "flash_attention_2": "kvcomp_fa2"}
+"""Registered name by the model's own attention. None contains `flash`, which transformers takes for a kernel of the hub."""
+
+
+def install(model: PreTrainedModel) -> None:
+    """Sets `model` to kvcomp's attention around the one it has. Does nothing if that is done already.
+
+    Raises ValueError for an attention other than sdpa, eager and flash_attention_2, or a model that cannot be set.
+    """
+    current = model.config.get_text_config(decoder=True)._attn_implementation
+    if current in NAMES.values():
+        return
+    if current not in NAMES:
+        raise ValueError(
+            f"the model runs attention {current!r}, kvcomp supports {', '.join(NAMES)}: call "
+            "model.set_attn_implementation('sdpa') before building the cache"
+        )
+    if not model._can_set_attn_implementation():
+        raise ValueError(
+            f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so kvcomp cannot see "
+            "its queries: use a model class of transformers itself (trust_remote_code=False)"
+        )
+    AttentionInterface.register(NAMES[current], partial(attention_forward, own=current))
+    AttentionMaskInterface.register(NAMES[current], ALL_MASK_ATTENTION_FUNCTIONS[current])
+    model.set_attn_implementation(NAMES[current])
+
+
+def check_installed(decoder: nn.Module) -> None:
+    """Raises ValueError if the model was set to another attention since `install`."""
+    current = decoder.config._attn_implementation  # type: ignore[union-attr]
+    if current not in NAMES.values():
+        raise ValueError(
+            f"the model now runs attention {current!r}, which tells the cache nothing: build the CompressedCache after the last "
+            "call of set_attn_implementation()"
+        )
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Gives the model back the attention that it had before `install`."""
+    for own, name in NAMES.items():
+        if model.config.get_text_config(decoder=True)._attn_implementation == name:
+            model.set_attn_implementation(own)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    own: str,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of `query` `[batch, query_heads, new, head_dim]`; `[batch, new, query_heads, value_dim]` and weights or None.
+
+    One query against the rows of a `CompressedLayer` under sdpa runs `folded_decode`; all else the model's `own` attention.
+    """
+    layer: CompressedLayer | None = getattr(key, "kvcomp_layer", None)
+    if layer is None:
+        return own_attention(module, own)(module, query, key, value, attention_mask, **kwargs)
+    output: tuple[Tensor, Tensor | None]
+    if own == "sdpa" and query.shape[2] == 1 and _is_plain(module, kwargs):
+        output = folded_decode(query, key, value, attention_mask, kwargs.get("scaling")), None
+    else:
+        output = own_attention(module, own)(module, query, key, value, attention_mask, **kwargs)
+    layer.observe(query, visible_rows(attention_mask), kwargs.get("scaling"))
+    return output
+
+
+def folded_decode(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """Attention of one query, `[batch, 1, query_heads, value_dim]`.
+
+    The query heads that share a KV head become the rows of one product, so keys and values are read once and never repeated.
+    """
+    batch, query_heads = query.shape[:2]
+    folded = query.reshape(batch, key.shape[1], -1, query.shape[-1])
+    if mask is not None and mask.shape[1] != 1:
+        mask = mask.reshape(batch, key.shape[1], -1, mask.shape[-1])
+    output = torch.nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    return output.reshape(batch, 1, query_heads, value.shape[-1])
+
+
+def visible_rows(mask: Tensor | None) -> Tensor | None:
+    """Bool `[batch, rows]`: what the newest query sees; the rest is padding. None if there is no mask."""
+    if mask is None:
+        return None
+    newest = mask[:, 0, -1] if mask.ndim == 4 else mask
+    return newest if newest.dtype == torch.bool else newest > torch.finfo(newest.dtype).min / 2
+
+
+def own_attention(module: nn.Module, own: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention function that the model would run without kvcomp."""
+    if own == "flash_attention_2":
+        return _flash_attention_2
+    source = sys.modules[type(module).__module__]
+    if own == "eager":
+        return source.eager_attention_forward  # type: ignore[no-any-return]
+    return source.ALL_ATTENTION_FUNCTIONS[own]  # type: ignore[no-any-return]
+
+
+def _flash_attention_2(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """As transformers' own wrapper, which cannot be called: it looks the kernel up by the name the model is set to."""
+    sinks = kwargs.get("s_aux")
+    output = _flash_attention_forward(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask,
+        query_length=query.shape[2], is_causal=True, dropout=kwargs.get("dropout", 0.0),
+        softmax_scale=kwargs.get("scaling"), sliding_window=kwargs.get("sliding_window"), softcap=kwargs.get("softcap"),
+        s_aux=None if sinks is None else sinks.to(query.dtype), attn_implementation="flash_attention_2",
+    )  # fmt: skip
+    return output, None
+
+
+def _is_plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    special = ("softcap", "s_aux", "position_bias", "output_attentions", "dropout")
+    return not any(kwargs.get(name) is not None and kwargs[name] is not False and kwargs[name] != 0.0 for name in special)
+
+
+def rotary_of(model: PreTrainedModel, layer_type: str) -> Rotary | None:
+    """The rotary embedding of the layers of `layer_type`; None where its layout or its angles are not known to be plain.
+
+    Known: one `rotary_emb` in the decoder, half-split channels, frequencies that do not depend on the length of the text.
+    """
+    decoder = model.get_decoder()
+    embedding = getattr(decoder, "rotary_emb", None)
+    if embedding is None or not _turns_halves(sys.modules[type(decoder).__module__]):
+        return None
+    kind = getattr(embedding, "rope_type", None)
+    if isinstance(kind, dict):  # one set of frequencies per layer type (Gemma3)
+        kind, prefix = kind.get(layer_type), f"{layer_type}_"
+    else:
+        prefix = ""
+    frequencies = getattr(embedding, f"{prefix}inv_freq", None)
+    if frequencies is None or kind in ("dynamic", "longrope"):
+        return None
+    return Rotary(frequencies.detach().float(), float(getattr(embedding, f"{prefix}attention_scaling", 1.0)))
+
+
+def _turns_halves(source: Any) -> bool:
+    """Whether the model file rotates channel `j` with `j + rotary_dim / 2`: shown by rotating one vector."""
+    if not hasattr(source, "apply_rotary_pos_emb"):
+        return False
+    unit = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 1, 1, 4)
+    pairs = 4 if hasattr(source, "rotate_half") else 2  # files without rotate_half give one angle per pair
+    cosine, sine = torch.zeros(1, 1, pairs), torch.ones(1, 1, pairs)
+    try:
+        turned = source.apply_rotary_pos_emb(unit, unit, cosine, sine)[0].flatten().tolist()
+    except (RuntimeError, TypeError):
+        return False
+    return turned == [0.0, 0.0, 1.0, 0.0]

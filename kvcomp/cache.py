@@ -1,0 +1,203 @@
+"""`CompressedCache`: a transformers cache whose full-attention layers are compressed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, get_layer_types_and_kwargs
+
+from kvcomp import attention, save
+from kvcomp.core import Compressor
+from kvcomp.layer import CompressedLayer
+from kvcomp.memory import Memory
+
+
+class CompressedCache(Cache):  # type: ignore[misc]
+    """Pass it to `model.generate(..., cache=cache)` or `model(..., cache=cache)`.
+
+    `compressor` runs on each full-attention layer after a prompt longer than its budget and then whenever `interval` new tokens
+    have gathered, so a layer stores at most `budget + interval` rows. Sliding-window and linear layers keep transformers' own
+    cache layers. Positions go on counting every token, as the model expects. `seed` fixes all noise.
+
+    The model is set to kvcomp's attention function (`kvcomp.attention.install`); other caches on it work as before.
+    One cache serves one text (or batch): call `reset()` before another.
+
+    Raises TypeError if `compressor` is no Compressor; ValueError for an interval below 1, a model without full-attention layers or
+    one whose attention cannot be set; NotImplementedError for encoder-decoder models, latent attention (MLA) and layers that share keys.
+    """
+
+    def __init__(self, model: PreTrainedModel, compressor: Compressor, interval: int = 64, seed: int = 0):
+        if not isinstance(compressor, Compressor):
+            raise TypeError(f"{compressor!r} is no Compressor: pass for example kvcomp.evict.VaSE(budget=1024)")
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"interval must be an int of at least 1, got {interval!r}")
+        config = model.config.get_text_config(decoder=True)
+        _check_supported(model, config)
+        layer_types, _ = get_layer_types_and_kwargs(config)
+        layers = DynamicCache(config=config).layers
+        for index, layer_type in enumerate(layer_types):
+            if type(layers[index]) is DynamicLayer:
+                rotary = attention.rotary_of(model, layer_type)
+                layers[index] = CompressedLayer(compressor, index, interval, seed, rotary)
+        if not any(isinstance(layer, CompressedLayer) for layer in layers):
+            raise ValueError(
+                f"{config.model_type} has no full-attention layer to compress (its layers: {sorted(set(layer_types))}); its "
+                "cache is bounded already, use transformers' DynamicCache"
+            )
+        attention.install(model)
+        _guard(model)
+        super().__init__(layers=layers)
+        self.compressor, self.interval, self.seed = compressor, interval, seed
+        self.model_shape = save.model_shape(config)
+
+    @property
+    def compressed(self) -> list[CompressedLayer]:
+        """The layers that are compressed, in order."""
+        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+
+    def memory(self) -> Memory:
+        """Bytes that the cache holds now, by part, beside what a full cache would hold."""
+        return Memory.of(self)
+
+    def reset(self) -> None:
+        """Forgets the text; the cache may then serve another one."""
+        super().reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the newest `-tokens_to_remove` tokens from every layer, or raises ValueError and removes none."""
+        for layer in self.layers:
+            _check_crop(layer, max(-tokens_to_remove, 0))
+        super().crop(tokens_to_remove)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the cache to one safetensors file: rows, true positions, counters, compressor settings."""
+        save.write(self, path)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], model: PreTrainedModel, compressor: Compressor | None = None
+    ) -> CompressedCache:
+        """The cache that `save` wrote, for the same model. `compressor` is needed only if it is not one of kvcomp's.
+
+        Raises ValueError for a file of another format or another model.
+        """
+        header, tensors = save.read(path)
+        settings = header["compressor"]
+        compressor = save.from_settings(settings) if compressor is None else compressor
+        if save.to_settings(compressor) != settings:
+            raise ValueError(f"{path} was written with {settings}, got {compressor!r}; pass the same settings")
+        cache = cls(model, compressor, header["interval"], header["seed"])
+        save.restore(cache, header, tensors)
+        return cache
+
+    # Guards ----------------------------------------------------------------------------------------------------------
+
+    def check_call(self, inputs: Mapping[str, Any]) -> None:
+        """Raises ValueError for a forward that this cache would answer wrongly; called before every forward of the model."""
+        tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
+        if tokens is None:
+            return  # the model says so itself
+        if inputs.get("use_cache") is False:
+            raise ValueError("use_cache=False feeds the whole text at every step, a cache must not be passed: set use_cache=True")
+        self._roll_back()
+        batch, new = tokens.shape[:2]
+        seen = self.compressed[0].count.seen
+        if new == 0:
+            raise ValueError(
+                f"there are no new tokens: the cache has seen {seen} tokens and the prompt is not longer; pass the whole text "
+                "with its continuation, or call cache.reset() before another text"
+            )
+        self.compressed[0].check_update(batch)
+        self._check_mask(inputs.get("attention_mask"), seen, new)
+        positions = inputs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(seen, seen + new)[None]
+        newest = positions.reshape(-1, new)[:, -1]
+        for layer in self.compressed:
+            layer.check_prompt(newest, new)
+        if seen and new > 1:
+            self._check_continues(newest)
+
+    def _check_continues(self, newest: Tensor) -> None:
+        layer = self.compressed[0]
+        stored = layer.kv.positions[:, 0].amax(-1)
+        again = newest.to(stored.device).expand_as(stored) <= stored
+        if bool(again.any()):
+            raise ValueError(
+                f"the new tokens end at position {int(newest.min())}, but the cache has seen position {int(stored.max())}: pass "
+                "only what follows (or the whole text to generate()), or call cache.reset() before another text"
+            )
+
+    def _check_mask(self, mask: Any, seen: int, new: int) -> None:
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            return
+        if mask.shape[1] != seen + new:
+            raise ValueError(
+                f"attention_mask covers {mask.shape[1]} tokens, but the cache has seen {seen} and {new} are new: "
+                f"pass a mask of {seen + new} columns, or None if nothing is padded"
+            )
+        if new > 1 and bool((mask[:, 1:] < mask[:, :-1]).any()):
+            raise ValueError(
+                "attention_mask has a 0 after a 1: only left padding is supported, as evicted rows leave no column to hide. Set "
+                "tokenizer.padding_side='left'; if you passed no mask, generate() made one from the pad tokens in your text: pass it"
+            )
+
+    def _roll_back(self) -> None:
+        """Removes what a forward that stopped half-way left in the layers it had reached."""
+        layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer | DynamicLayer)]
+        complete = [layer.get_seq_length() - getattr(layer, "waiting", 0) for layer in layers]
+        ahead = [(layer, layer.get_seq_length() - min(complete)) for layer in layers]
+        if not any(tokens for _, tokens in ahead):
+            return
+        try:
+            for layer, tokens in ahead:
+                _check_crop(layer, tokens)
+        except ValueError as error:
+            raise ValueError(
+                f"an earlier forward stopped half-way and cannot be undone ({error}): call cache.reset(), or load a saved cache"
+            ) from error
+        for layer, tokens in ahead:
+            layer.remove(tokens) if isinstance(layer, CompressedLayer) else layer.crop(-tokens)
+
+
+def _check_crop(layer: Any, tokens: int) -> None:
+    """Raises ValueError if `layer` can no longer remove its newest `tokens` tokens."""
+    if isinstance(layer, CompressedLayer):
+        layer.check_crop(tokens)
+    elif getattr(layer, "is_sliding", False) and tokens and layer.get_seq_length() >= layer.sliding_window:
+        if not layer.record_past:
+            raise ValueError(
+                f"cannot crop {tokens} tokens: a sliding layer keeps only {layer.sliding_window} tokens; call "
+                "cache.activate_past_recording() before the forward whose tokens may be removed"
+            )
+
+
+def _check_supported(model: PreTrainedModel, config: Any) -> None:
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise NotImplementedError(f"{config.model_type} is an encoder-decoder model; kvcomp supports decoder-only models")
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise NotImplementedError(
+            f"{config.model_type} stores one latent per token (MLA, kv_lora_rank={config.kv_lora_rank}) instead of keys and "
+            "values per head; kvcomp cannot compress that, use transformers' DynamicCache"
+        )
+    if "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
+        raise NotImplementedError(f"{config.model_type} has layers that reuse the keys of others; use transformers' DynamicCache")
+
+
+def _guard(model: PreTrainedModel) -> None:
+    """Lets `CompressedCache.check_call` see the arguments of every forward before it starts."""
+    decoder = model.get_decoder()
+    if not any(hook is _check_before_forward for hook in decoder._forward_pre_hooks.values()):
+        decoder.register_forward_pre_hook(_check_before_forward, with_kwargs=True)
+
+
+def _check_before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    if isinstance(cache, CompressedCache):
+        attention.check_installed(module)
+        cache.check_call({**kwargs, **({"input_ids": args[0]} if args else {})})

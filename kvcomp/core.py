@@ -1,0 +1,134 @@
+"""What every method works on: the rows of one layer (`KV`), what is known about them (`Observed`), and `Compressor`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvcomp import noise
+from kvcomp.rotary import Rotary
+
+Rows: TypeAlias = Float[Tensor, "batch kv_heads rows head_dim"]
+ValueRows: TypeAlias = Float[Tensor, "batch kv_heads rows value_dim"]
+Positions: TypeAlias = Int[Tensor, "batch kv_heads rows"]
+Score: TypeAlias = Float[Tensor, "batch kv_heads rows"]
+Kept: TypeAlias = Int[Tensor, "batch kv_heads kept"]
+Queries: TypeAlias = Float[Tensor, "batch query_heads window head_dim"]
+
+PAD = -1
+"""Position of a row that holds padding, not a token."""
+
+
+@dataclass(frozen=True)
+class KV:
+    """The stored rows of one layer, oldest first.
+
+    `keys` `[batch, kv_heads, rows, head_dim]` after RoPE; `values` likewise; `positions` `[batch, kv_heads, rows]`, the
+    RoPE position of each row, `PAD` for padding. `mass` `[batch, kv_heads, rows]` is the attention that a row has received
+    since it was stored, mean over the query heads of its group; only methods with `accumulates` have it.
+    """
+
+    keys: Rows
+    values: ValueRows
+    positions: Positions
+    mass: Score | None = None
+
+    @classmethod
+    def of(cls, keys: Rows, values: ValueRows, mass: Score | None = None) -> KV:
+        """Rows at positions 0, 1, 2, ... without padding: for work on plain tensors."""
+        positions = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
+        return cls(keys, values, positions.expand(keys.shape[:3]), mass)
+
+    @property
+    def rows(self) -> int:
+        """Number of stored rows, the same for every head."""
+        return self.keys.shape[2]
+
+    @property
+    def pads(self) -> Tensor:
+        """Bool `[batch, kv_heads, rows]`: the rows that hold padding."""
+        return self.positions == PAD
+
+    def take(self, kept: Kept) -> KV:
+        """The rows `kept` `[batch, kv_heads, kept]`, in that order, as new tensors."""
+        index = kept.to(torch.int64)
+        wide = index.unsqueeze(-1)
+        return KV(
+            self.keys.gather(2, wide.expand(-1, -1, -1, self.keys.shape[-1])),
+            self.values.gather(2, wide.expand(-1, -1, -1, self.values.shape[-1])),
+            self.positions.gather(2, index),
+            None if self.mass is None else self.mass.gather(2, index),
+        )
+
+    def newest(self, skip: int) -> KV:
+        """A view without the `skip` newest rows."""
+        rows = self.rows - skip
+        mass = None if self.mass is None else self.mass[:, :, :rows]
+        return KV(self.keys[:, :, :rows], self.values[:, :, :rows], self.positions[:, :, :rows], mass)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a method may know besides the rows themselves.
+
+    `queries` `[batch, query_heads, window, head_dim]`: the last queries after RoPE, oldest first, `query_positions`
+    `[batch, window]` their positions (`PAD` for padding; None: the newest rows asked, one query each). `scaling`
+    multiplies the logits (None: `head_dim ** -0.5`). `layer`: index in the model. `phase`: `prefill` while the prompt is
+    read, else `decode`. `round`: compressions of this layer before this one. `prompt_end` `[batch]`: the position after
+    the last prompt token. `padded`: some row is padding. `seed`: of the noise. `rotary`: the rotary embedding of the layer.
+    """
+
+    queries: Queries | None = None
+    query_positions: Int[Tensor, "batch window"] | None = None
+    scaling: float | None = None
+    layer: int = 0
+    phase: Literal["prefill", "decode"] = "decode"
+    round: int = 0
+    prompt_end: Int[Tensor, " batch"] | None = None
+    padded: bool = False
+    seed: int = 0
+    rotary: Rotary | None = None
+
+    def uniform(self, positions: Positions) -> Score:
+        """A number in (0, 1) for each row, from (seed, layer, round, KV head, position) and nothing else."""
+        heads = torch.arange(positions.shape[1], device=positions.device)
+        return noise.uniform(positions, self.seed, self.layer, self.round, heads[:, None])
+
+    def gumbel(self, positions: Positions) -> Score:
+        """Standard Gumbel noise for each row, `-log(-log u)` of `uniform`."""
+        return -(-self.uniform(positions).log()).log()
+
+    def last(self, window: int) -> Observed:
+        """The same with at most the `window` newest queries."""
+        if self.queries is None or self.queries.shape[2] <= window:
+            return self
+        positions = None if self.query_positions is None else self.query_positions[:, -window:]
+        return replace(self, queries=self.queries[:, :, -window:], query_positions=positions)
+
+
+@runtime_checkable
+class Compressor(Protocol):
+    """One stage that makes the cache of a layer smaller. A frozen dataclass without state.
+
+    `budget`: rows per KV head after `compress`, None where the number of rows stays. `window`: queries wanted in
+    `Observed`. `accumulates`: wants `KV.mass`. `protect_prompt`: never evicts a prompt token.
+    """
+
+    @property
+    def budget(self) -> int | None: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def accumulates(self) -> bool: ...
+    def compress(self, kv: KV, seen: Observed) -> KV:
+        """A smaller `KV`; the rows given are not changed."""
+        ...
+
+    def check_prompt(self, tokens: int) -> None:
+        """Raise ValueError if a prompt of `tokens` tokens cannot be held as this method promises."""
+        ...
+

@@ -1,0 +1,96 @@
+"""Torch definitions of the operations that score rows."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvcomp.core import KV, Observed, Score
+
+Magnitude = Literal["range", "variance", "l2"]
+HeadScore = Float[Tensor, "batch kv_heads group rows"]
+Logits = Float[Tensor, "batch kv_heads group window rows"]
+
+
+def attention_logits(kv: KV, seen: Observed, causal: bool = True) -> Logits:
+    """`scaling * q . k` in float32, `-inf` where the query must not see the row.
+
+    A query sees no padding and, with `causal`, no row later than itself. `causal=False` says that every row is known to
+    be older than every query, which saves the comparison. Learned attention sinks and logit caps are left out.
+    Raises ValueError without queries.
+    """
+    if seen.queries is None:
+        raise ValueError("this method scores with queries, but Observed.queries is None: pass the last queries")
+    batch, heads, rows, head_dim = kv.keys.shape
+    window = seen.queries.shape[2]
+    folded = seen.queries.reshape(batch, heads, -1, head_dim)  # the query heads of a group become rows
+    scaling = head_dim**-0.5 if seen.scaling is None else seen.scaling
+    logits = (folded @ kv.keys.transpose(2, 3)).float().mul_(scaling).view(batch, heads, -1, window, rows)
+    if causal or seen.padded:
+        visible = ~kv.pads[:, :, None, :]
+        if causal:
+            visible = visible & (kv.positions[:, :, None, :] <= _query_positions(kv, seen)[:, None, :, None])
+        logits.masked_fill_(~visible[:, :, None], -torch.inf)
+    return logits
+
+
+def window_mean(weights: Logits, seen: Observed) -> HeadScore:
+    """Mean over the queries that are tokens, not padding. A query that sees no row (NaN) counts as padding."""
+    if seen.query_positions is None or not seen.padded:
+        return weights.nan_to_num_(0.0).mean(3)
+    real = (seen.query_positions >= 0).to(weights)[:, None, None, :, None]
+    return (weights.nan_to_num_(0.0) * real).sum(3) / real.sum(3).clamp_min(1.0)
+
+
+def attention_score(kv: KV, seen: Observed, causal: bool = True) -> HeadScore:
+    """Mean over the window of `softmax_rows(scaling * q . k)`, per query head."""
+    return window_mean(attention_logits(kv, seen, causal).softmax(-1), seen)
+
+
+def attention_mass(kv: KV, seen: Observed, block: int = 128) -> Score:
+    """Attention received by each row, summed over all queries given, mean over the group. `block` queries at a time."""
+    assert seen.queries is not None
+    positions = _query_positions(kv, seen)
+    mass = torch.zeros(kv.keys.shape[:3], dtype=torch.float32, device=kv.keys.device)
+    for start in range(0, seen.queries.shape[2], block):
+        part = Observed(seen.queries[:, :, start : start + block], positions[:, start : start + block], seen.scaling)
+        weights = attention_logits(kv, part).softmax(-1).nan_to_num_(0.0)
+        mass += weights.mul_((part.query_positions >= 0)[:, None, None, :, None]).sum(3).mean(2)  # type: ignore[operator]
+    return mass
+
+
+def average_pool(score: Float[Tensor, "batch kv_heads *group rows"], kernel: int) -> Tensor:
+    """Average over `kernel` neighbouring rows (odd), rows beyond the ends counted as zero."""
+    flat = score.reshape(-1, 1, score.shape[-1])
+    return torch.nn.functional.avg_pool1d(flat, kernel, stride=1, padding=kernel // 2).view_as(score)
+
+
+def max_pool(score: Float[Tensor, "batch kv_heads *group rows"], kernel: int) -> Tensor:
+    """Maximum over `kernel` neighbouring rows (odd)."""
+    flat = score.reshape(-1, 1, score.shape[-1])
+    return torch.nn.functional.max_pool1d(flat, kernel, stride=1, padding=kernel // 2).view_as(score)
+
+
+def value_magnitude(kv: KV, magnitude: Magnitude = "range") -> Score:
+    """Per row over the channels of its value: `max - min` (range), population variance, or L2 norm; float32."""
+    values = kv.values.float()
+    if magnitude == "range":
+        return values.amax(-1) - values.amin(-1)
+    return values.var(-1, correction=0) if magnitude == "variance" else values.norm(dim=-1)
+
+
+def squared_norm(rows: Tensor, sketch: Tensor | None) -> Score:
+    """`|x G|^2` per row, or `|x|^2` without a sketch `G`; float32."""
+    projected = rows.float() if sketch is None else rows.float() @ sketch
+    return projected.square().sum(-1)
+
+
+def _query_positions(kv: KV, seen: Observed) -> Tensor:
+    """Positions of the queries `[batch, window]`; unknown ones are taken to be the newest rows."""
+    assert seen.queries is not None
+    if seen.query_positions is not None:
+        return seen.query_positions
+    return kv.positions[:, 0, -seen.queries.shape[2] :]

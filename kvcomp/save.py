@@ -1,0 +1,130 @@
+"""A cache on disk: one safetensors file with the tensors of every layer and a JSON header."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvcomp import evict
+from kvcomp.core import KV, Compressor
+from kvcomp.layer import CompressedLayer, Counters
+from kvcomp.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from kvcomp.cache import CompressedCache
+
+FORMAT = 1
+
+
+def to_settings(compressor: Compressor) -> dict[str, Any]:
+    """A compressor as JSON: `{"method": class name, field: value, ...}`."""
+    if isinstance(compressor, Pipeline):
+        return {"method": "Pipeline", "stages": [to_settings(stage) for stage in compressor.stages]}
+    if not dataclasses.is_dataclass(compressor):
+        raise ValueError(f"cannot save the settings of {compressor!r}: it is no dataclass")
+    fields = {field.name: getattr(compressor, field.name) for field in dataclasses.fields(compressor) if field.init}
+    return {"method": type(compressor).__name__, **fields}
+
+
+def from_settings(settings: dict[str, Any]) -> Compressor:
+    """The inverse of `to_settings` for kvcomp's own methods. Raises ValueError for another method."""
+    fields = {name: value for name, value in settings.items() if name != "method"}
+    if settings["method"] == "Pipeline":
+        return Pipeline(tuple(from_settings(stage) for stage in fields["stages"]))
+    if settings["method"] not in evict.__all__:
+        raise ValueError(f"{settings['method']!r} is no method of kvcomp: pass the compressor to load(path, model, compressor)")
+    method: Compressor = getattr(evict, settings["method"])(**fields)
+    return method
+
+
+def model_shape(config: Any) -> dict[str, Any]:
+    """What must be equal for a cache to fit a model."""
+    names = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size")
+    return {name: getattr(config, name, None) for name in names}
+
+
+def write(cache: CompressedCache, path: str | os.PathLike[str]) -> None:
+    """Writes `cache` to `path`; an older file there stays whole until the new one is complete."""
+    tensors: dict[str, Tensor] = {}
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        parts, fields = _compressed_state(layer) if isinstance(layer, CompressedLayer) else _stock_state(layer)
+        tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in parts.items()}
+        layers.append(fields)
+    header = {
+        "format": FORMAT, "compressor": to_settings(cache.compressor), "interval": cache.interval, "seed": cache.seed,
+        "model": cache.model_shape, "layers": layers,
+    }  # fmt: skip
+    temporary = f"{os.fspath(path)}.part"
+    save_file(tensors, temporary, metadata={"kvcomp": json.dumps(header)})
+    os.replace(temporary, path)
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and tensors of a file that `write` wrote. Raises ValueError if it is something else."""
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: no mapping
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no whole safetensors file ({error}); save the cache again") from error
+    if "kvcomp" not in metadata:
+        raise ValueError(f"{path} is no saved CompressedCache: it has no kvcomp header")
+    header = json.loads(metadata["kvcomp"])
+    if header.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {header.get('format')}, this version of kvcomp reads format {FORMAT}")
+    return header, tensors
+
+
+def restore(cache: CompressedCache, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Fills a fresh `cache`. Raises ValueError, before any layer is filled, if the file is of another model."""
+    if header["model"] != cache.model_shape or len(header["layers"]) != len(cache.layers):
+        raise ValueError(f"the file holds a cache of {header['model']}, the model is {cache.model_shape}")
+    for index, (layer, fields) in enumerate(zip(cache.layers, header["layers"], strict=True)):
+        parts = {name.split(".", 1)[1]: tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")}
+        if isinstance(layer, CompressedLayer):
+            _restore_compressed(layer, fields, parts)
+        elif parts:
+            layer.lazy_initialization(parts["keys"], parts["values"])
+            layer.keys, layer.values = parts["keys"], parts["values"]
+            if "cumulative_length" in fields:
+                layer.cumulative_length = fields["cumulative_length"]
+
+
+def _compressed_state(layer: CompressedLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    fields = {"count": dataclasses.asdict(layer.count), "scaling": layer.scaling, "forgot": layer.recent_queries.forgot}
+    if layer.storage is None:
+        return {}, fields
+    parts = {name: tensor for name, tensor in vars(layer.kv).items() if tensor is not None}
+    if layer.prompt_end is not None:
+        parts["prompt_end"] = layer.prompt_end
+    if layer.recent_queries.buffer is not None:
+        parts |= {"queries": layer.recent_queries.queries, "query_positions": layer.recent_queries.positions}
+    return parts, fields
+
+
+def _restore_compressed(layer: CompressedLayer, fields: dict[str, Any], parts: dict[str, Tensor]) -> None:
+    layer.count, layer.scaling = Counters(**fields["count"]), fields["scaling"]
+    if "keys" not in parts:
+        return
+    layer.fill(KV(parts["keys"], parts["values"], parts["positions"], parts.get("mass")), parts.get("prompt_end"))
+    if "queries" in parts:
+        layer.recent_queries.spare = parts["queries"].shape[2]
+        layer.recent_queries.append(parts["queries"], parts["query_positions"])
+    layer.recent_queries.forgot = fields["forgot"]
+
+
+def _stock_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if not hasattr(layer, "keys"):
+        raise NotImplementedError(f"cannot save a cache with layers of {type(layer).__name__}: only attention layers are supported")
+    fields = {"cumulative_length": layer.cumulative_length} if hasattr(layer, "cumulative_length") else {}
+    if not isinstance(layer.keys, torch.Tensor):
+        return {}, fields
+    return {"keys": layer.keys, "values": layer.values}, fields
