@@ -54,6 +54,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
         self.compressor, self.interval, self.seed = compressor, interval, seed
         self.model_shape = save.model_shape(config)
+        self.unfinished: int | None = None  # tokens seen when a forward began that has not ended
 
     @property
     def compressed(self) -> list[CompressedLayer]:
@@ -67,11 +68,14 @@ class CompressedCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Forgets the text; the cache may then serve another one."""
         super().reset()
+        self.unfinished = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest `-tokens_to_remove` tokens from every layer, or raises ValueError and removes none."""
         for layer in self.layers:
             _check_crop(layer, max(-tokens_to_remove, 0))
+        for layer in self.compressed:
+            layer.check_finite()
         super().crop(tokens_to_remove)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -122,6 +126,19 @@ class CompressedCache(Cache):  # type: ignore[misc]
             layer.check_prompt(newest, new)
         if seen and new > 1:
             self._check_continues(newest)
+        self.unfinished = seen
+        for layer in self.compressed:  # the rows of a long text are let go of layer by layer, few rows can wait
+            layer.deferred = 0 < seen and new <= self.interval
+
+    def end_call(self) -> None:
+        """Compresses what is due in every layer; called after every forward of the model that has run to its end."""
+        for layer in self.compressed:
+            layer.check_finite()
+        for layer in self.compressed:
+            if layer.deferred:
+                layer.settle()
+            layer.deferred = False
+        self.unfinished = None
 
     def _check_continues(self, newest: Tensor) -> None:
         layer = self.compressed[0]
@@ -149,11 +166,12 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
     def _roll_back(self) -> None:
         """Removes what a forward that stopped half-way left in the layers it had reached."""
-        layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer | DynamicLayer)]
-        complete = [layer.get_seq_length() - getattr(layer, "waiting", 0) for layer in layers]
-        ahead = [(layer, layer.get_seq_length() - min(complete)) for layer in layers]
-        if not any(tokens for _, tokens in ahead):
+        if self.unfinished == 0:
+            self.reset()
+        if self.unfinished is None:
             return
+        layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer | DynamicLayer)]
+        ahead = [(layer, layer.get_seq_length() - self.unfinished) for layer in layers]
         try:
             for layer, tokens in ahead:
                 _check_crop(layer, tokens)
@@ -163,6 +181,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
             ) from error
         for layer, tokens in ahead:
             layer.remove(tokens) if isinstance(layer, CompressedLayer) else layer.crop(-tokens)
+        self.unfinished = None
 
 
 def _check_crop(layer: Any, tokens: int) -> None:
@@ -190,14 +209,21 @@ def _check_supported(model: PreTrainedModel, config: Any) -> None:
 
 
 def _guard(model: PreTrainedModel) -> None:
-    """Lets `CompressedCache.check_call` see the arguments of every forward before it starts."""
+    """Tells a `CompressedCache` when a forward of the model begins, with its arguments, and when it has ended."""
     decoder = model.get_decoder()
-    if not any(hook is _check_before_forward for hook in decoder._forward_pre_hooks.values()):
-        decoder.register_forward_pre_hook(_check_before_forward, with_kwargs=True)
+    if not any(hook is _before_forward for hook in decoder._forward_pre_hooks.values()):
+        decoder.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        decoder.register_forward_hook(_after_forward, with_kwargs=True)
 
 
-def _check_before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     if isinstance(cache, CompressedCache):
         attention.check_installed(module)
         cache.check_call({**kwargs, **({"input_ids": args[0]} if args else {})})
+
+
+def _after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    if isinstance(cache, CompressedCache):
+        cache.end_call()

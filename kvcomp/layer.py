@@ -49,8 +49,9 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     Storage holds `budget + interval` rows and is written in place. `update` stores the new rows and returns all of them;
     `observe`, called by the attention function, takes the queries and compresses: at once after a first forward
-    longer than the budget, then whenever `budget + interval` rows are reached. A forward with more tokens than there is
-    room for gets a larger buffer until that compression. Between `activate_past_recording` and `crop` nothing is compressed.
+    longer than the budget, then whenever `budget + interval` rows are reached; with `deferred` the cache calls `settle` when
+    every layer has run, so that a fault in one leaves all as they were. A forward with more tokens than there is room for gets
+    a larger buffer until that compression. Between `activate_past_recording` and `crop` nothing is compressed.
     """
 
     is_sliding = False
@@ -72,6 +73,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.recent_queries = RecentQueries(self.compressor.window)
         self.scaling: float | None = None
         self.waiting = 0
+        self.deferred = False
 
     # What transformers asks ------------------------------------------------------------------------------------------
 
@@ -237,7 +239,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.count.uncounted += new if self.compressor.accumulates else 0
         self.count.uncropped += 1
         self.record_past &= self.count.uncropped <= ABANDONED
-        if not self.record_past:
+        if not self.deferred:
             self.settle()
         self.waiting = 0
 
@@ -247,8 +249,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         return RECORDED_QUERIES if self.record_past else self.recent_queries.usual_spare
 
     def settle(self) -> None:
-        """Compresses if enough rows have gathered."""
-        due = self._due()
+        """Compresses if enough rows have gathered. Raises ValueError, and changes nothing, if they are not finite."""
+        if self.record_past and self.count.uncropped:
+            return
+        self.check_finite()
+        due = self.due()
         if self.compressor.accumulates and (due or self.count.uncounted >= self.interval):
             self._accumulate()
         if due:
@@ -261,12 +266,26 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._write(self.storage, kv)
         self.prompt_end = prompt_end
 
-    def _due(self) -> bool:
+    def due(self) -> bool:
+        """Whether `settle` would compress."""
         budget, count = self.compressor.budget, self.count
-        if budget is None:
+        if budget is None or (self.record_past and count.uncropped):
             return False
         after_first_forward = count.round == 0 and count.fresh == count.seen and count.prompt_open and count.rows > budget
         return count.rows >= budget + self.interval or after_first_forward
+
+    def check_finite(self) -> None:
+        """Raises ValueError if a compression is due and rows that are new since the last one are NaN or infinite."""
+        if not self.due():
+            return
+        fresh = slice(self.count.rows - self.count.fresh, self.count.rows)
+        for name, tensor in (("keys", self.kv.keys[:, :, fresh]), ("values", self.kv.values[:, :, fresh])):
+            bad = int((~tensor.isfinite()).any(-1).sum())
+            if bad:
+                raise ValueError(
+                    f"{bad} new rows of layer {self.layer_idx} have {name} that are NaN or infinite, so their scores would be NaN: the "
+                    "model overflows; try a dtype with more range, such as bfloat16 or float32"
+                )
 
     def _accumulate(self) -> None:
         seen = self.observed(self.count.uncounted)

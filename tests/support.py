@@ -2,6 +2,10 @@
 
 import copy
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 from transformers import (
@@ -125,3 +129,12 @@ def kept_positions(cache):
 
 def relative_error(logits, reference):
     return float((logits - reference).abs().max() / reference.abs().max())
+
+
+def run_python(code):
+    """Runs `code` in a fresh process without the type checks of this suite."""
+    tests = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests))), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

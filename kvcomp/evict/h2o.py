@@ -24,6 +24,7 @@ class H2O(ScoreEvictor):
     accumulates: bool = field(default=True, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.require(budget=1)
         if self.recent is None:
             object.__setattr__(self, "recent", self.budget // 2)
         super().__post_init__()

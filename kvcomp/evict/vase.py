@@ -49,6 +49,7 @@ class VaSE(ScoreEvictor):
             raise ValueError(f"VaSE: scorer must be 'attnv' or 'dkv', got {self.scorer!r}")
         if self.magnitude not in ("range", "variance", "l2"):
             raise ValueError(f"VaSE: magnitude must be 'range', 'variance' or 'l2', got {self.magnitude!r}")
+        self.require(budget=1)
         if self.protected is None:
             object.__setattr__(self, "protected", self.budget // 4 if self.scorer == "attnv" else 0)
         if self.scorer == "dkv":
