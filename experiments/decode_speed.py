@@ -1,10 +1,12 @@
 """Decoding speed: DynamicCache + sdpa, every row kept by kvcomp, and each method, alternating in one process.
 
-The model has Qwen3-0.6B's geometry (hidden 1024, 16 query heads, 8 KV heads, head_dim 128) with 4 layers, random weights and a
-vocabulary of 1,024, so that the output layer does not hide the cache. Caches are filled with random rows to the state they have
-after so many tokens; an evicting one then holds `budget` rows. Every variant decodes the same steps in turns of 16.
+The model has Qwen3-0.6B's geometry (hidden 1024, 16 query heads, 8 KV heads, head_dim 128) with 4 layers, random
+weights and a vocabulary of 1,024, so that the output layer does not hide the cache. Caches are filled with random rows
+to the state they have after so many tokens; an evicting one then holds `budget` rows. Every variant decodes the same
+steps in turns of 16.
 
-    python experiments/decode_speed.py [--lengths 2048,8192,16384,32768] [--budgets 4096,1024] [--dtypes float32,bfloat16]
+    python experiments/decode_speed.py [--lengths 2048,8192,16384,32768] [--budgets 4096,1024] [--dtypes
+float32,bfloat16]
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ def kv_bytes(cache: Cache) -> int:
     """Bytes of keys and values; for a CompressedCache everything it holds."""
     if isinstance(cache, CompressedCache):
         return cache.memory().total
-    return sum(layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes() for layer in cache.layers)
+    return sum(
+        layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes() for layer in cache.layers
+    )
 
 
 def build_model(dtype: torch.dtype) -> PreTrainedModel:
@@ -97,11 +101,15 @@ def fill(cache: Cache, rows: int, length: int, dtype: torch.dtype) -> Cache:
         if isinstance(cache, CompressedCache):
             layer = cache.compressed[index]
             layer.count.seen = length
-            layer.observe(torch.randn(1, QUERY_HEADS, rows, HEAD_DIM, generator=generator).to(dtype), None, HEAD_DIM**-0.5)
+            layer.observe(
+                torch.randn(1, QUERY_HEADS, rows, HEAD_DIM, generator=generator).to(dtype), None, HEAD_DIM**-0.5
+            )
     return cache
 
 
-def measure(length: int, dtype: torch.dtype, budgets: list[int], methods: list[str], steps: int, advance: Any) -> list[dict[str, Any]]:
+def measure(
+    length: int, dtype: torch.dtype, budgets: list[int], methods: list[str], steps: int, advance: Any
+) -> list[dict[str, Any]]:
     """All variants at one length and dtype."""
     model, interval = build_model(dtype), 64
     touched = copy.deepcopy(model)
@@ -128,14 +136,26 @@ def measure(length: int, dtype: torch.dtype, budgets: list[int], methods: list[s
 def show(rows: list[dict[str, Any]]) -> None:
     """Prints the table."""
     table = Table(title="decoding, one thread")
-    for column in ("dtype", "tokens", "cache", "budget", "tokens/s", "x full", "x kept", "ms step", "ms compression", "share", "MiB"):
+    for column in (
+        "dtype",
+        "tokens",
+        "cache",
+        "budget",
+        "tokens/s",
+        "x full",
+        "x kept",
+        "ms step",
+        "ms compression",
+        "share",
+        "MiB",
+    ):
         table.add_column(column, justify="left" if column in ("dtype", "cache") else "right", no_wrap=True)
     for row in rows:
-        table.add_row(
-            row["dtype"], f"{row['length']}", row["variant"], f"{row['budget'] or ''}", f"{row['tokens_per_second']:.1f}",
-            f"{row['times_full']:.2f}", f"{row['times_kept']:.2f}", f"{row['ms_step']:.1f}", f"{row['ms_compression']:.1f}",
-            f"{row['compression_share']:.1%}", f"{row['kv_bytes'] / 2**20:.1f}",
-        )  # fmt: skip
+        speed = [f"{row[name]:.{digits}f}" for name, digits in (("tokens_per_second", 1), ("times_full", 2))]
+        times = [f"{row['times_kept']:.2f}", f"{row['ms_step']:.1f}", f"{row['ms_compression']:.1f}"]
+        share, mebibytes = f"{row['compression_share']:.1%}", f"{row['kv_bytes'] / 2**20:.1f}"
+        cache = [row["dtype"], str(row["length"]), row["variant"], str(row["budget"] or "")]
+        table.add_row(*cache, *speed, *times, share, mebibytes)
     Console(width=140).print(table)
 
 

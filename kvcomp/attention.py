@@ -1,8 +1,8 @@
 """The attention function that a compressed cache needs, and its installation on a model.
 
 transformers does not hand queries to a cache. So the model is set to an attention function registered under a name of
-its own; it runs the model's own attention and, where the keys come from a `CompressedLayer`, tells that layer about the queries.
-Any other cache passes through untouched.
+its own; it runs the model's own attention and, where the keys come from a `CompressedLayer`, tells that layer about the
+queries. Any other cache passes through untouched.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from kvcomp.layer import CompressedLayer
 from kvcomp.rotary import Rotary
 
 NAMES = {"sdpa": "kvcomp_sdpa", "eager": "kvcomp_eager", "flash_attention_2": "kvcomp_fa2"}
-"""Registered name by the model's own attention. None contains `flash`, which transformers takes for a kernel of the hub."""
+"""Registered name by the model's own attention. None contains `flash`, which transformers takes for a kernel of the
+hub."""
 
 
 def install(model: PreTrainedModel) -> None:
@@ -40,8 +41,9 @@ def install(model: PreTrainedModel) -> None:
         )
     if not model._can_set_attn_implementation():
         raise ValueError(
-            f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so kvcomp cannot see "
-            "its queries: use a model class of transformers itself (trust_remote_code=False)"
+            f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so kvcomp "
+            "cannot "
+            "see its queries: use a model class of transformers itself (trust_remote_code=False)"
         )
     AttentionInterface.register(NAMES[current], partial(attention_forward, own=current))
     AttentionMaskInterface.register(NAMES[current], ALL_MASK_ATTENTION_FUNCTIONS[current])
@@ -53,8 +55,9 @@ def check_installed(decoder: nn.Module) -> None:
     current = decoder.config._attn_implementation  # type: ignore[union-attr]
     if current not in NAMES.values():
         raise ValueError(
-            f"the model now runs attention {current!r}, which tells the cache nothing: build the CompressedCache after the last "
-            "call of set_attn_implementation()"
+            f"the model now runs attention {current!r}, which tells the cache nothing: build the CompressedCache after "
+            "the "
+            "last call of set_attn_implementation()"
         )
 
 
@@ -75,9 +78,11 @@ def attention_forward(
     own: str,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of `query` `[batch, query_heads, new, head_dim]`; `[batch, new, query_heads, value_dim]` and weights or None.
+    """Attention of `query` `[batch, query_heads, new, head_dim]`; `[batch, new, query_heads, value_dim]` and weights or
+    None.
 
-    One query against the rows of a `CompressedLayer` under sdpa runs `folded_decode`; all else the model's `own` attention.
+    One query against the rows of a `CompressedLayer` under sdpa runs `folded_decode`; all else the model's `own`
+    attention.
     """
     layer: CompressedLayer | None = getattr(key, "kvcomp_layer", None)
     if layer is None:
@@ -94,7 +99,8 @@ def attention_forward(
 def folded_decode(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """Attention of one query, `[batch, 1, query_heads, value_dim]`.
 
-    The query heads that share a KV head become the rows of one product, so keys and values are read once and never repeated.
+    The query heads that share a KV head become the rows of one product, so keys and values are read once and never
+    repeated.
     """
     batch, query_heads = query.shape[:2]
     folded = query.reshape(batch, key.shape[1], -1, query.shape[-1])
@@ -118,8 +124,8 @@ def own_attention(module: nn.Module, own: str) -> Callable[..., tuple[Tensor, Te
         return _flash_attention_2
     source = sys.modules[type(module).__module__]
     if own == "eager":
-        return source.eager_attention_forward  # type: ignore[no-any-return]
-    return source.ALL_ATTENTION_FUNCTIONS[own]  # type: ignore[no-any-return]
+        return source.eager_attention_forward
+    return source.ALL_ATTENTION_FUNCTIONS[own]
 
 
 def _flash_attention_2(
@@ -138,13 +144,17 @@ def _flash_attention_2(
 
 def _is_plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     special = ("softcap", "s_aux", "position_bias", "output_attentions", "dropout")
-    return not any(kwargs.get(name) is not None and kwargs[name] is not False and kwargs[name] != 0.0 for name in special)
+    return not any(
+        kwargs.get(name) is not None and kwargs[name] is not False and kwargs[name] != 0.0 for name in special
+    )
 
 
 def rotary_of(model: PreTrainedModel, layer_type: str) -> Rotary | None:
-    """The rotary embedding of the layers of `layer_type`; None where its layout or its angles are not known to be plain.
+    """The rotary embedding of the layers of `layer_type`; None where its layout or its angles are not known to be
+    plain.
 
-    Known: one `rotary_emb` in the decoder, half-split channels, frequencies that do not depend on the length of the text.
+    Known: one `rotary_emb` in the decoder, half-split channels, frequencies that do not depend on the length of the
+    text.
     """
     decoder = model.get_decoder()
     embedding = getattr(decoder, "rotary_emb", None)

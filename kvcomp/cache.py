@@ -20,15 +20,16 @@ from kvcomp.memory import Memory
 class CompressedCache(Cache):  # type: ignore[misc]
     """Pass it to `model.generate(..., cache=cache)` or `model(..., cache=cache)`.
 
-    `compressor` runs on each full-attention layer after a prompt longer than its budget and then whenever `interval` new tokens
-    have gathered, so a layer stores at most `budget + interval` rows. Sliding-window and linear layers keep transformers' own
-    cache layers. Positions go on counting every token, as the model expects. `seed` fixes all noise.
+    `compressor` runs on each full-attention layer after a prompt longer than its budget and then whenever `interval`
+    new tokens have gathered, so a layer stores at most `budget + interval` rows. Sliding-window and linear layers keep
+    transformers' own cache layers. Positions go on counting every token, as the model expects. `seed` fixes all noise.
 
     The model is set to kvcomp's attention function (`kvcomp.attention.install`); other caches on it work as before.
     One cache serves one text (or batch): call `reset()` before another.
 
-    Raises TypeError if `compressor` is no Compressor; ValueError for an interval below 1, a model without full-attention layers or
-    one whose attention cannot be set; NotImplementedError for encoder-decoder models, latent attention (MLA) and layers that share keys.
+    Raises TypeError if `compressor` is no Compressor; ValueError for an interval below 1, a model without
+    full-attention layers or one whose attention cannot be set; NotImplementedError for encoder-decoder models, latent
+    attention (MLA) and layers that share keys.
     """
 
     def __init__(self, model: PreTrainedModel, compressor: Compressor, interval: int = 64, seed: int = 0):
@@ -46,8 +47,9 @@ class CompressedCache(Cache):  # type: ignore[misc]
                 layers[index] = CompressedLayer(compressor, index, interval, seed, rotary)
         if not any(isinstance(layer, CompressedLayer) for layer in layers):
             raise ValueError(
-                f"{config.model_type} has no full-attention layer to compress (its layers: {sorted(set(layer_types))}); its "
-                "cache is bounded already, use transformers' DynamicCache"
+                f"{config.model_type} has no full-attention layer to compress (its layers: "
+                f"{sorted(set(layer_types))}); "
+                "its cache is bounded already, use transformers' DynamicCache"
             )
         attention.install(model)
         _guard(model)
@@ -96,25 +98,29 @@ class CompressedCache(Cache):  # type: ignore[misc]
         if save.to_settings(compressor) != settings:
             raise ValueError(f"{path} was written with {settings}, got {compressor!r}; pass the same settings")
         cache = cls(model, compressor, header["interval"], header["seed"])
-        save.restore(cache, header, tensors)
+        save.restore(cache, header, tensors, [next(layer.parameters()).device for layer in model.get_decoder().layers])
         return cache
 
     # Guards ----------------------------------------------------------------------------------------------------------
 
     def check_call(self, inputs: Mapping[str, Any]) -> None:
-        """Raises ValueError for a forward that this cache would answer wrongly; called before every forward of the model."""
+        """Raises ValueError for a forward that this cache would answer wrongly; called before every forward of the
+        model."""
         tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
         if tokens is None:
             return  # the model says so itself
         if inputs.get("use_cache") is False:
-            raise ValueError("use_cache=False feeds the whole text at every step, a cache must not be passed: set use_cache=True")
+            raise ValueError(
+                "use_cache=False feeds the whole text at every step, a cache must not be passed: set use_cache=True"
+            )
         self._roll_back()
         batch, new = tokens.shape[:2]
         seen = self.compressed[0].count.seen
         if new == 0:
             raise ValueError(
-                f"there are no new tokens: the cache has seen {seen} tokens and the prompt is not longer; pass the whole text "
-                "with its continuation, or call cache.reset() before another text"
+                f"there are no new tokens: the cache has seen {seen} tokens and the prompt is not longer; pass the "
+                "whole "
+                "text with its continuation, or call cache.reset() before another text"
             )
         self.compressed[0].check_update(batch)
         self._check_mask(inputs.get("attention_mask"), seen, new)
@@ -128,7 +134,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
             self._check_continues(newest)
         self.unfinished = seen
         for layer in self.compressed:  # the rows of a long text are let go of layer by layer, few rows can wait
-            layer.deferred = 0 < seen and new <= self.interval
+            layer.deferred = seen > 0 and new <= self.interval
 
     def end_call(self) -> None:
         """Compresses what is due in every layer; called after every forward of the model that has run to its end."""
@@ -146,8 +152,9 @@ class CompressedCache(Cache):  # type: ignore[misc]
         again = newest.to(stored.device).expand_as(stored) <= stored
         if bool(again.any()):
             raise ValueError(
-                f"the new tokens end at position {int(newest.min())}, but the cache has seen position {int(stored.max())}: pass "
-                "only what follows (or the whole text to generate()), or call cache.reset() before another text"
+                f"the new tokens end at position {int(newest.min())}, but the cache has seen position "
+                f"{int(stored.max())}: "
+                "pass only what follows (or the whole text to generate()), or call cache.reset() before another text"
             )
 
     def _check_mask(self, mask: Any, seen: int, new: int) -> None:
@@ -160,8 +167,11 @@ class CompressedCache(Cache):  # type: ignore[misc]
             )
         if new > 1 and bool((mask[:, 1:] < mask[:, :-1]).any()):
             raise ValueError(
-                "attention_mask has a 0 after a 1: only left padding is supported, as evicted rows leave no column to hide. Set "
-                "tokenizer.padding_side='left'; if you passed no mask, generate() made one from the pad tokens in your text: pass it"
+                "attention_mask has a 0 after a 1: only left padding is supported, as evicted rows leave no column to "
+                "hide. "
+                "Set tokenizer.padding_side='left'; if you passed no mask, generate() made one from the pad tokens in "
+                "your "
+                "text: pass it"
             )
 
     def _roll_back(self) -> None:
@@ -177,7 +187,9 @@ class CompressedCache(Cache):  # type: ignore[misc]
                 _check_crop(layer, tokens)
         except ValueError as error:
             raise ValueError(
-                f"an earlier forward stopped half-way and cannot be undone ({error}): call cache.reset(), or load a saved cache"
+                f"an earlier forward stopped half-way and cannot be undone ({error}): call cache.reset(), or load a "
+                "saved "
+                "cache"
             ) from error
         for layer, tokens in ahead:
             layer.remove(tokens) if isinstance(layer, CompressedLayer) else layer.crop(-tokens)
@@ -188,24 +200,32 @@ def _check_crop(layer: Any, tokens: int) -> None:
     """Raises ValueError if `layer` can no longer remove its newest `tokens` tokens."""
     if isinstance(layer, CompressedLayer):
         layer.check_crop(tokens)
-    elif getattr(layer, "is_sliding", False) and tokens and layer.get_seq_length() >= layer.sliding_window:
-        if not layer.record_past:
-            raise ValueError(
-                f"cannot crop {tokens} tokens: a sliding layer keeps only {layer.sliding_window} tokens; call "
-                "cache.activate_past_recording() before the forward whose tokens may be removed"
-            )
+    elif getattr(layer, "is_sliding", False) and tokens and not layer.record_past and _is_full(layer):
+        raise ValueError(
+            f"cannot crop {tokens} tokens: a sliding layer keeps only {layer.sliding_window} tokens; call "
+            "cache.activate_past_recording() before the forward whose tokens may be removed"
+        )
+
+
+def _is_full(layer: Any) -> bool:
+    return bool(layer.get_seq_length() >= layer.sliding_window)
 
 
 def _check_supported(model: PreTrainedModel, config: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
-        raise NotImplementedError(f"{config.model_type} is an encoder-decoder model; kvcomp supports decoder-only models")
+        raise NotImplementedError(
+            f"{config.model_type} is an encoder-decoder model; kvcomp supports decoder-only models"
+        )
     if getattr(config, "kv_lora_rank", None) is not None:
         raise NotImplementedError(
-            f"{config.model_type} stores one latent per token (MLA, kv_lora_rank={config.kv_lora_rank}) instead of keys and "
+            f"{config.model_type} stores one latent per token (MLA, kv_lora_rank={config.kv_lora_rank}) instead of "
+            "keys and "
             "values per head; kvcomp cannot compress that, use transformers' DynamicCache"
         )
     if "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
-        raise NotImplementedError(f"{config.model_type} has layers that reuse the keys of others; use transformers' DynamicCache")
+        raise NotImplementedError(
+            f"{config.model_type} has layers that reuse the keys of others; use transformers' DynamicCache"
+        )
 
 
 def _guard(model: PreTrainedModel) -> None:

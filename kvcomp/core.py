@@ -28,8 +28,8 @@ class KV:
     """The stored rows of one layer, oldest first.
 
     `keys` `[batch, kv_heads, rows, head_dim]` after RoPE; `values` likewise; `positions` `[batch, kv_heads, rows]`, the
-    RoPE position of each row, `PAD` for padding. `mass` `[batch, kv_heads, rows]` is the attention that a row has received
-    since it was stored, mean over the query heads of its group; only methods with `accumulates` have it.
+    RoPE position of each row, `PAD` for padding. `mass` `[batch, kv_heads, rows]` is the attention that a row has
+    received since it was stored, mean over the query heads of its group; only methods with `accumulates` have it.
     """
 
     keys: Rows
@@ -74,9 +74,10 @@ class Observed:
 
     `queries` `[batch, query_heads, window, head_dim]`: the last queries after RoPE, oldest first, `query_positions`
     `[batch, window]` their positions (`PAD` for padding; None: the newest rows asked, one query each). `scaling`
-    multiplies the logits (None: `head_dim ** -0.5`). `layer`: index in the model. `phase`: `prefill` while the prompt is
-    read, else `decode`. `round`: compressions of this layer before this one. `prompt_end` `[batch]`: the position after
-    the last prompt token. `padded`: some row is padding. `seed`: of the noise. `rotary`: the rotary embedding of the layer.
+    multiplies the logits (None: `head_dim ** -0.5`). `layer`: index in the model. `phase`: `prefill` while the prompt
+    is read, else `decode`. `round`: compressions of this layer before this one. `prompt_end` `[batch]`: the position
+    after the last prompt token. `padded`: some row is padding. `seed`: of the noise. `rotary`: the rotary embedding of
+    the layer.
     """
 
     queries: Queries | None = None
@@ -109,18 +110,23 @@ class Observed:
 
 @runtime_checkable
 class Compressor(Protocol):
-    """One stage that makes the cache of a layer smaller. A frozen dataclass without state.
-
-    `budget`: rows per KV head after `compress`, None where the number of rows stays. `window`: queries wanted in
-    `Observed`. `accumulates`: wants `KV.mass`. `protect_prompt`: never evicts a prompt token.
-    """
+    """One stage that makes the cache of a layer smaller. A frozen dataclass without state."""
 
     @property
-    def budget(self) -> int | None: ...
+    def budget(self) -> int | None:
+        """Rows per KV head after `compress`; None if it keeps them all."""
+        ...
+
     @property
-    def window(self) -> int: ...
+    def window(self) -> int:
+        """Queries wanted in `Observed`; 0 for none."""
+        ...
+
     @property
-    def accumulates(self) -> bool: ...
+    def accumulates(self) -> bool:
+        """Whether `KV.mass` is wanted."""
+        ...
+
     def compress(self, kv: KV, seen: Observed) -> KV:
         """A smaller `KV`; the rows given are not changed."""
         ...
@@ -128,4 +134,3 @@ class Compressor(Protocol):
     def check_prompt(self, tokens: int) -> None:
         """Raise ValueError if a prompt of `tokens` tokens cannot be held as this method promises."""
         ...
-

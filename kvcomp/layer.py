@@ -47,11 +47,12 @@ class Counters:
 class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
     """One full-attention layer of a `CompressedCache`.
 
-    Storage holds `budget + interval` rows and is written in place. `update` stores the new rows and returns all of them;
-    `observe`, called by the attention function, takes the queries and compresses: at once after a first forward
-    longer than the budget, then whenever `budget + interval` rows are reached; with `deferred` the cache calls `settle` when
-    every layer has run, so that a fault in one leaves all as they were. A forward with more tokens than there is room for gets
-    a larger buffer until that compression. Between `activate_past_recording` and `crop` nothing is compressed.
+    Storage holds `budget + interval` rows and is written in place. `update` stores the new rows and returns all of
+    them; `observe`, called by the attention function, takes the queries and compresses: at once after a first forward
+    longer than the budget, then whenever `budget + interval` rows are reached; with `deferred` the cache calls `settle`
+    when every layer has run, so that a fault in one leaves all as they were. A forward with more tokens than there is
+    room for gets a larger buffer until that compression. Between `activate_past_recording` and `crop` nothing is
+    compressed.
     """
 
     is_sliding = False
@@ -118,7 +119,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def positions(self) -> Tensor | None:
-        """True RoPE position of each stored row `[batch, kv_heads, rows]`, -1 for padding; None before the first update."""
+        """True RoPE position of each stored row `[batch, kv_heads, rows]`, -1 for padding; None before the first
+        update."""
         return None if self.storage is None else self.kv.positions
 
     @property
@@ -190,7 +192,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Raises ValueError for rows that do not fit what is stored; nothing is written before."""
         if self.waiting:
             raise ValueError(
-                f"layer {self.layer_idx} stored {self.waiting} tokens, but its attention function never saw them: the model no "
+                f"layer {self.layer_idx} stored {self.waiting} tokens, but its attention function never saw them: the "
+                "model no "
                 "longer runs kvcomp's attention. Build the CompressedCache after the last set_attn_implementation()"
             )
         if self.storage is not None and batch != self.batch_size:
@@ -227,7 +230,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         visible: Bool[Tensor, "batch rows"] | None,
         scaling: float | None,
     ) -> None:
-        """Takes the queries of the forward that `update` stored; `visible` says which rows are no padding (None: all)."""
+        """Takes the queries of the forward that `update` stored; `visible` says which rows are no padding (None:
+        all)."""
         new, self.scaling = self.waiting, scaling
         positions = self.kv.positions
         if visible is not None and not bool(visible.all()):
@@ -271,7 +275,9 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         budget, count = self.compressor.budget, self.count
         if budget is None or (self.record_past and count.uncropped):
             return False
-        after_first_forward = count.round == 0 and count.fresh == count.seen and count.prompt_open and count.rows > budget
+        after_first_forward = (
+            count.round == 0 and count.fresh == count.seen and count.prompt_open and count.rows > budget
+        )
         return count.rows >= budget + self.interval or after_first_forward
 
     def check_finite(self) -> None:
@@ -283,7 +289,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
             bad = int((~tensor.isfinite()).any(-1).sum())
             if bad:
                 raise ValueError(
-                    f"{bad} new rows of layer {self.layer_idx} have {name} that are NaN or infinite, so their scores would be NaN: the "
+                    f"{bad} new rows of layer {self.layer_idx} have {name} that are NaN or infinite, so their scores "
+                    "would be NaN: the "
                     "model overflows; try a dtype with more range, such as bfloat16 or float32"
                 )
 
@@ -308,7 +315,9 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _compress(self) -> None:
         kept = self.compressor.compress(self.kv, self.observed(self.compressor.window))
         if kept.rows > (self.compressor.budget or kept.rows):
-            raise ValueError(f"{self.compressor!r} kept {kept.rows} rows, more than its budget of {self.compressor.budget}")
+            raise ValueError(
+                f"{self.compressor!r} kept {kept.rows} rows, more than its budget of {self.compressor.budget}"
+            )
         if self._storage.rows != self.capacity(kept.rows):
             self.storage = None  # frees a prompt's rows before storage of the final size is made
             self.storage = self._allocate(kept.keys, kept.values, self.capacity(kept.rows))
@@ -325,17 +334,19 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Raises ValueError if the newest `tokens` tokens cannot be removed without loss."""
         if tokens > self.count.fresh:
             raise ValueError(
-                f"cannot crop {tokens} tokens: only the {self.count.fresh} newest were added since the last compression; "
+                f"cannot crop {tokens} tokens: only the {self.count.fresh} newest were added since the last "
+                "compression; "
                 "call cache.activate_past_recording() before the forward whose tokens may be removed"
             )
-        if not self.recent_queries.can_drop(tokens) or tokens > self.count.uncounted and self.compressor.accumulates:
+        if not self.recent_queries.can_drop(tokens) or (tokens > self.count.uncounted and self.compressor.accumulates):
             raise ValueError(
                 f"cannot crop {tokens} tokens: their queries have already been scored or forgotten; call "
                 "cache.activate_past_recording() before the forward whose tokens may be removed"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the newest `-tokens_to_remove` tokens, then compresses if due. Raises ValueError if that is impossible."""
+        """Removes the newest `-tokens_to_remove` tokens, then compresses if due. Raises ValueError if that is
+        impossible."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the tokens to remove as a negative number, got {tokens_to_remove}")
         tokens = -tokens_to_remove

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 class Memory:
     """Bytes of the storage behind each part of a cache, whether filled or not.
 
-    `keys`, `values`: of the compressed layers; `positions`: the true position of each row; `queries`: the recent queries kept
-    for scoring; `mass`: accumulated attention; `other_layers`: transformers' own layers (sliding windows). `full`: what a
-    cache that keeps every token would hold for the same text. `rows` of `seen` tokens are stored per KV head.
+    `keys`, `values`: of the compressed layers; `positions`: the true position of each row; `queries`: the recent
+    queries kept for scoring; `mass`: accumulated attention; `other_layers`: transformers' own layers (sliding windows).
+    `full`: what a cache that keeps every token would hold for the same text. `rows` of `seen` tokens are stored per KV
+    head.
     """
 
     keys: int
@@ -82,5 +83,9 @@ def size(count: int) -> str:
 
 def _nbytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the distinct storages behind `tensors`."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor is not None
+    }
     return sum(storages.values())

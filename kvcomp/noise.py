@@ -1,7 +1,7 @@
 """Counter-based random numbers: each is a hash of its counters, so nothing is stored and no generator is touched.
 
-The hash chains the 32-bit finalizer of MurmurHash3 (Austin Appleby, public domain) over the counters. All arithmetic is on
-32-bit words held in int64, so CPU, GPU and Triton agree bit for bit on the integers.
+The hash chains the 32-bit finalizer of MurmurHash3 (Austin Appleby, public domain) over the counters. All arithmetic is
+on 32-bit words held in int64, so CPU, GPU and Triton agree bit for bit on the integers.
 """
 
 from __future__ import annotations

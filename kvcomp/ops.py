@@ -58,7 +58,8 @@ def attention_mass(kv: KV, seen: Observed, block: int = 128) -> Score:
     for start in range(0, seen.queries.shape[2], block):
         part = Observed(seen.queries[:, :, start : start + block], positions[:, start : start + block], seen.scaling)
         weights = attention_logits(kv, part).softmax(-1).nan_to_num_(0.0)
-        mass += weights.mul_((part.query_positions >= 0)[:, None, None, :, None]).sum(3).mean(2)  # type: ignore[operator]
+        real = positions[:, start : start + block] >= 0
+        mass += weights.mul_(real[:, None, None, :, None]).sum(3).mean(2)
     return mass
 
 

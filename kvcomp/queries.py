@@ -36,7 +36,9 @@ class RecentQueries:
         assert self.buffer_positions is not None
         return self.buffer_positions[:, : self.count]
 
-    def append(self, queries: Float[Tensor, "batch query_heads new head_dim"], positions: Int[Tensor, "batch new"]) -> None:
+    def append(
+        self, queries: Float[Tensor, "batch query_heads new head_dim"], positions: Int[Tensor, "batch new"]
+    ) -> None:
         """Adds queries; the oldest are forgotten if there is no room and they need not be held."""
         excess = max(queries.shape[2] - self.window - self.spare, 0)
         self.forgot |= excess > 0

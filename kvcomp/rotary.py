@@ -13,8 +13,8 @@ from torch import Tensor
 class Rotary:
     """RoPE in the half-split layout (channel `j` turns with channel `j + rotary_dim / 2`; Su et al., arXiv 2104.09864).
 
-    `frequencies` `[rotary_dim / 2]` in radians per position; channels beyond `rotary_dim` do not turn. `scaling` multiplies
-    rotated channels (YaRN's attention factor; 1 otherwise).
+    `frequencies` `[rotary_dim / 2]` in radians per position; channels beyond `rotary_dim` do not turn. `scaling`
+    multiplies rotated channels (YaRN's attention factor; 1 otherwise).
     """
 
     frequencies: Float[Tensor, " pairs"]
@@ -39,7 +39,8 @@ class Rotary:
 
 
 def turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """`x` `[..., head_dim]` with its first `2 * pairs` channels rotated by angles given as `[..., pairs]`, in float32."""
+    """`x` `[..., head_dim]` with its first `2 * pairs` channels rotated by angles given as `[..., pairs]`, in
+    float32."""
     pairs = cosine.shape[-1]
     first, second, rest = x.float().split([pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1)

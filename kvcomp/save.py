@@ -38,15 +38,24 @@ def from_settings(settings: dict[str, Any]) -> Compressor:
     fields = {name: value for name, value in settings.items() if name != "method"}
     if settings["method"] == "Pipeline":
         return Pipeline(tuple(from_settings(stage) for stage in fields["stages"]))
-    if settings["method"] not in evict.__all__:
-        raise ValueError(f"{settings['method']!r} is no method of kvcomp: pass the compressor to load(path, model, compressor)")
-    method: Compressor = getattr(evict, settings["method"])(**fields)
-    return method
+    method = getattr(evict, settings["method"], None)
+    if not (isinstance(method, type) and issubclass(method, evict.ScoreEvictor)):
+        raise ValueError(
+            f"{settings['method']!r} is no method of kvcomp: pass the compressor to load(path, model, compressor)"
+        )
+    return method(**fields)
 
 
 def model_shape(config: Any) -> dict[str, Any]:
     """What must be equal for a cache to fit a model."""
-    names = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size")
+    names = (
+        "model_type",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "hidden_size",
+        "vocab_size",
+    )
     return {name: getattr(config, name, None) for name in names}
 
 
@@ -72,7 +81,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is no whole safetensors file ({error}); save the cache again") from error
     if "kvcomp" not in metadata:
@@ -83,12 +92,16 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
     return header, tensors
 
 
-def restore(cache: CompressedCache, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Fills a fresh `cache`. Raises ValueError, before any layer is filled, if the file is of another model."""
+def restore(
+    cache: CompressedCache, header: dict[str, Any], tensors: dict[str, Tensor], devices: list[torch.device]
+) -> None:
+    """Fills a fresh `cache`, layer `i` on `devices[i]`. Raises ValueError, before that, if the file is of another
+    model."""
     if header["model"] != cache.model_shape or len(header["layers"]) != len(cache.layers):
         raise ValueError(f"the file holds a cache of {header['model']}, the model is {cache.model_shape}")
     for index, (layer, fields) in enumerate(zip(cache.layers, header["layers"], strict=True)):
-        parts = {name.split(".", 1)[1]: tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")}
+        own = {name: tensor.to(devices[index]) for name, tensor in tensors.items() if name.startswith(f"{index}.")}
+        parts = {name.split(".", 1)[1]: tensor for name, tensor in own.items()}
         if isinstance(layer, CompressedLayer):
             _restore_compressed(layer, fields, parts)
         elif parts:
@@ -123,7 +136,9 @@ def _restore_compressed(layer: CompressedLayer, fields: dict[str, Any], parts: d
 
 def _stock_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not hasattr(layer, "keys"):
-        raise NotImplementedError(f"cannot save a cache with layers of {type(layer).__name__}: only attention layers are supported")
+        raise NotImplementedError(
+            f"cannot save a cache with layers of {type(layer).__name__}: only attention layers are supported"
+        )
     fields = {"cumulative_length": layer.cumulative_length} if hasattr(layer, "cumulative_length") else {}
     if not isinstance(layer.keys, torch.Tensor):
         return {}, fields

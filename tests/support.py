@@ -23,9 +23,9 @@ from transformers import (
 
 VOCABULARY = 97
 SHAPE = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.2, "pad_token_id": None, "eos_token_id": None,
-    "bos_token_id": None, "max_position_embeddings": 8192,
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.2,
+    "pad_token_id": None, "eos_token_id": None, "bos_token_id": None, "max_position_embeddings": 8192,
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CONFIGS = {
@@ -89,7 +89,8 @@ def generate(model, ids, mask=None, new=24, **settings):
 
 
 class MaskedOracle:
-    """A full DynamicCache on an untouched copy of the model, with masks that hide what a compressed cache has evicted."""
+    """A full DynamicCache on an untouched copy of the model, with masks that hide what a compressed cache has
+    evicted."""
 
     def __init__(self, model):
         self.model, self.masks = model, {}
@@ -103,7 +104,8 @@ class MaskedOracle:
         return args, kwargs
 
     def step(self, ids, kept):
-        """Logits for `ids` `[batch, new]`; `kept`: by layer, positions `[batch, kv_heads, rows]` visible besides the new tokens."""
+        """Logits for `ids` `[batch, new]`; `kept`: by layer, positions `[batch, kv_heads, rows]` visible besides the
+        new tokens."""
         batch, new = ids.shape
         total, group = self.seen + new, self.model.config.num_attention_heads // self.model.config.num_key_value_heads
         causal = torch.arange(total) <= torch.arange(self.seen, total)[:, None]

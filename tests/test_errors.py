@@ -13,7 +13,10 @@ SMALL = VaSE(24, sinks=2, recent=4, window=4, protected=6)
 
 def state(cache):
     return [
-        (vars(layer.count).copy(), None if layer.storage is None else [t.clone() for t in vars(layer.kv).values() if t is not None])
+        (
+            vars(layer.count).copy(),
+            None if layer.storage is None else [t.clone() for t in vars(layer.kv).values() if t is not None],
+        )
         for layer in cache.compressed
     ]
 
@@ -40,10 +43,11 @@ CALLS = {
         lambda m, c: m(tokens(2, 43), position_ids=torch.arange(43)[None], cache=c), "position 42.*position 42",
     ),
     "a mask of the new tokens only": (
-        lambda m, c: m(tokens(2, 5), attention_mask=torch.ones(2, 5), cache=c), "covers 5 tokens.*seen 43 and 5 are new",
+        lambda m, c: m(tokens(2, 5), attention_mask=torch.ones(2, 5), cache=c),
+        "covers 5 tokens.*seen 43 and 5 are new",
     ),
     "right padding": (
-        lambda m, c: m(tokens(2, 5), attention_mask=torch.cat([torch.ones(2, 46), torch.zeros(2, 2)], 1), cache=c), "left",
+        lambda m, c: m(tokens(2, 5), attention_mask=(torch.arange(48) < 46).expand(2, 48), cache=c), "left",
     ),
     "a shorter prompt": (lambda m, c: generate(m, tokens(2, 20), cache=c), "seen 43 tokens.*reset"),
     "positive crop": (lambda m, c: c.crop(3), "negative number, got 3"),
@@ -126,7 +130,9 @@ def test_rows_that_are_not_finite_are_refused_and_nothing_is_lost(broken):
 def test_a_prompt_that_overflows_leaves_an_empty_cache():
     model, text = tiny(layers=3), tokens(1, 60)
     cache, fresh = (CompressedCache(model, SMALL, interval=8) for _ in range(2))
-    handle = model.model.layers[1].self_attn.v_proj.register_forward_hook(lambda module, args, output: output * float("inf"))
+    handle = model.model.layers[1].self_attn.v_proj.register_forward_hook(
+        lambda module, args, output: output * float("inf")
+    )
     with pytest.raises(ValueError, match="new rows of layer 1 have values that are NaN or infinite.*bfloat16"):
         model(text, cache=cache)
     handle.remove()
@@ -168,7 +174,10 @@ def test_a_protected_prompt_is_kept_for_good(padded):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: VaSE(100, recent=64, protected=32), "budget=100.*100 are always kept.*sinks=4, recent=64, protected=32.*101"),
+        (
+            lambda: VaSE(100, recent=64, protected=32),
+            "budget=100.*100 are always kept.*sinks=4, recent=64, protected=32.*101",
+        ),
         (lambda: StreamingLLM(68), "budget=68.*68 are always kept"),
         (lambda: VaSE(0), "budget must be at least 1, got 0"),
         (lambda: Random(-5), "budget must be at least 1, got -5"),
@@ -218,8 +227,9 @@ def test_a_method_that_breaks_its_promise_is_stopped():
 def test_models_that_cannot_be_supported():
     latent = AutoModelForCausalLM.from_config(
         DeepseekV3Config(
-            vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, q_lora_rank=16,
-            kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10, n_routed_experts=4, first_k_dense_replace=1,
+            vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+            q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10,
+            n_routed_experts=4, first_k_dense_replace=1,
         )
     )  # fmt: skip
     with pytest.raises(NotImplementedError, match="MLA, kv_lora_rank=16"):

@@ -74,7 +74,12 @@ def test_prefill_is_bit_identical_even_when_it_is_compressed():
 def test_inputs_embeds():
     model, ids = tiny(), tokens(2, 20)
     embeds = model.get_input_embeddings()(ids)
-    settings = {"inputs_embeds": embeds, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    settings = {
+        "inputs_embeds": embeds,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 12,
+        "do_sample": False,
+    }
     assert torch.equal(model.generate(**settings, cache=CompressedCache(model, ROOMY)), model.generate(**settings))
 
 
@@ -139,7 +144,9 @@ def test_streaming():
     assert [int(word) for word in printed.getvalue().split()] == out[0].tolist()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["deepcopy", "pickle"]
+)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_a_copy_goes_on_alone(family, copied):
     model, ids = tiny(family), tokens(1, 40)

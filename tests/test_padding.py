@@ -57,7 +57,9 @@ def test_no_padding_is_kept_while_a_token_is_dropped(method):
 
 @pytest.mark.parametrize("explicit", [True, False], ids=["position_ids", "default positions"])
 @pytest.mark.parametrize("chunk", [1, 4])
-@pytest.mark.parametrize(("family", "attention"), [("qwen3", "sdpa"), ("qwen3", "eager"), ("gemma3", "sdpa"), ("gpt_oss", "eager")])
+@pytest.mark.parametrize(
+    ("family", "attention"), [("qwen3", "sdpa"), ("qwen3", "eager"), ("gemma3", "sdpa"), ("gpt_oss", "eager")]
+)
 def test_each_row_equals_the_oracle_of_that_row_alone(family, attention, chunk, explicit):
     """The kept sets of the batch, shown to a full cache that holds one row without its padding."""
     model, (ids, mask) = tiny(family, attention), left_padded(LENGTHS)
@@ -117,7 +119,9 @@ def test_a_batch_fed_token_by_token_marks_its_padding():
     cache = CompressedCache(model, METHODS[0], interval=8)
     for stop in range(1, 13):
         positions = positions_of(mask)[:, stop - 1 : stop]
-        logits = model(ids[:, stop - 1 : stop], attention_mask=mask[:, :stop], position_ids=positions, cache=cache).logits
+        logits = model(
+            ids[:, stop - 1 : stop], attention_mask=mask[:, :stop], position_ids=positions, cache=cache
+        ).logits
     assert (cache.compressed[0].positions == -1).sum(-1).tolist() == [[0, 0], [7, 7]]
     alone = model(ids[1:, 7:]).logits
     assert relative_error(logits[1], alone[0, -1:]) < 1e-5

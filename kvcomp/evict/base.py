@@ -18,8 +18,9 @@ LARGEST = torch.finfo(torch.float32).max
 class ScoreEvictor(Composable, ABC):
     """Keeps `budget` rows per batch row and KV head: the pinned ones, then the best scores, in time order.
 
-    Padding leaves first. Pinned: the first `sinks` tokens, the `recent` newest ones, and with `protect_prompt` every prompt
-    token. Exact ties go to the newer token. A subclass gives `score`, and says with `window` how many queries it wants.
+    Padding leaves first. Pinned: the first `sinks` tokens, the `recent` newest ones, and with `protect_prompt` every
+    prompt token. Exact ties go to the newer token. A subclass gives `score`, and says with `window` how many queries it
+    wants.
 
     Raises ValueError for a budget that the pinned rows fill, sizes below zero, a prompt that does not fit, NaN scores.
     """
@@ -59,7 +60,8 @@ class ScoreEvictor(Composable, ABC):
         bad = int((score.isnan() & ~kv.pads).sum())
         if bad:
             raise ValueError(
-                f"{type(self).__name__}: {bad} of {score.numel()} scores of layer {seen.layer} are NaN; the model's own "
+                f"{type(self).__name__}: {bad} of {score.numel()} scores of layer {seen.layer} are NaN; the model's "
+                "own "
                 "keys, values or queries are not finite (try a dtype with more range, such as bfloat16)"
             )
         score = score.clamp(-LARGEST, LARGEST).masked_fill(self.pinned(kv, seen), torch.inf)
@@ -83,7 +85,8 @@ class ScoreEvictor(Composable, ABC):
     def _check_fits(self, needed: int, what: str) -> None:
         if needed > self.budget:
             raise ValueError(
-                f"{type(self).__name__}: protect_prompt=True must keep {needed} rows ({what}), but budget={self.budget}; "
+                f"{type(self).__name__}: protect_prompt=True must keep {needed} rows ({what}), but "
+                f"budget={self.budget}; "
                 f"raise budget to at least {needed}, shorten the prompt, or set protect_prompt=False"
             )
 

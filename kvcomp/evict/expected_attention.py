@@ -16,12 +16,12 @@ from kvcomp.rotary import turn
 class ExpectedAttention(ScoreEvictor):
     """`s_i = mean_group (softmax_i(c m.k_i + c^2 k_i' C k_i / 2) + epsilon) |v_i|_2`, `c` the scaling of the logits.
 
-    `m` and `C`: mean and covariance of the last `window` queries before RoPE (the first `skip` tokens of the text left out), turned by
-    the mean rotation of the next `future` positions. `covariance=False` leaves the second term out.
+    `m` and `C`: mean and covariance of the last `window` queries before RoPE (the first `skip` tokens of the text left
+    out), turned by the mean rotation of the next `future` positions. `covariance=False` leaves the second term out.
 
-    Source: Expected Attention (arXiv 2510.00636); kvpress `expected_attention_press.py` at 8bb29b9. Deviation: statistics of
-    the last `window` queries (there of the whole prompt), so that they follow the chain of thought; recent rows are kept.
-    Raises NotImplementedError where the rotary embedding of the model is not known.
+    Source: Expected Attention (arXiv 2510.00636); kvpress `expected_attention_press.py` at 8bb29b9. Deviation:
+    statistics of the last `window` queries (there of the whole prompt), so that they follow the chain of thought;
+    recent rows are kept. Raises NotImplementedError where the rotary embedding of the model is not known.
     """
 
     _: KW_ONLY
@@ -51,7 +51,9 @@ class ExpectedAttention(ScoreEvictor):
     def _future_queries(self, kv: KV, seen: Observed) -> tuple[Tensor, Tensor]:
         """Mean `[batch, kv_heads, group, head_dim]` and covariance `[..., head_dim, head_dim]` of future queries."""
         if seen.rotary is None:
-            raise NotImplementedError("ExpectedAttention undoes RoPE, but the rotary embedding of this model is not known")
+            raise NotImplementedError(
+                "ExpectedAttention undoes RoPE, but the rotary embedding of this model is not known"
+            )
         if seen.queries is None or seen.query_positions is None:
             raise ValueError("ExpectedAttention needs Observed.queries and Observed.query_positions")
         positions = seen.query_positions[:, None]

@@ -14,8 +14,8 @@ class H2O(ScoreEvictor):
 
     `recent` defaults to half of the budget; the other half are the heavy hitters.
 
-    Source: H2O (arXiv 2306.14048); github.com/FMInference/H2O at ac75c2a. Deviation: evicts every `interval` tokens, not
-    at each one.
+    Source: H2O (arXiv 2306.14048); github.com/FMInference/H2O at ac75c2a. Deviation: evicts every `interval` tokens,
+    not at each one.
     """
 
     _: KW_ONLY

@@ -14,7 +14,8 @@ from kvcomp.evict.base import ScoreEvictor
 class KeyDiff(ScoreEvictor):
     """`s_i = -cos(k_i, m)`, `m = mean_i k_i / |k_i|`.
 
-    Source: KeyDiff (arXiv 2504.15364); kvpress `keydiff_press.py` at 8bb29b9. Deviation: sinks and recent rows are kept.
+    Source: KeyDiff (arXiv 2504.15364); kvpress `keydiff_press.py` at 8bb29b9. Deviation: sinks and recent rows are
+    kept.
     """
 
     def score(self, kv: KV, seen: Observed) -> Score:

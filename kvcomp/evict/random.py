@@ -12,7 +12,8 @@ from kvcomp.evict.base import ScoreEvictor
 class Random(ScoreEvictor):
     """Uniform among the rows that are not pinned, drawn anew for each KV head and round.
 
-    With `protect_prompt=True` it is the policy of "Random Attention" (arXiv 2609.03430), which matched or beat scored methods.
+    With `protect_prompt=True` it is the policy of "Random Attention" (arXiv 2609.03430), which matched or beat scored
+    methods.
     """
 
     def score(self, kv: KV, seen: Observed) -> Score:

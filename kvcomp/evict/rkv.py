@@ -19,13 +19,14 @@ class RKV(ScoreEvictor):
     """`Z_i = weight * I_i - (1 - weight) * R_i` over the rows older than the last `window` (which are always kept).
 
     Importance `I`: logits of the last `window` queries, `group` = maximum or mean over the query heads of a group (the
-    maximum is taken before the softmax, the mean after it), softmax over the older rows, mean over the window, `pooling` over `pool` rows.
-    Redundancy `R`: cosine matrix `S` of the keys, zero diagonal; with `threshold`, each row spares the newest key more similar
-    to it than that (its entry becomes 0); `R = softmax_j(mean_i S_ij)`.
+    maximum is taken before the softmax, the mean after it), softmax over the older rows, mean over the window,
+    `pooling` over `pool` rows. Redundancy `R`: cosine matrix `S` of the keys, zero diagonal; with `threshold`, each row
+    spares the newest key more similar to it than that (its entry becomes 0); `R = softmax_j(mean_i S_ij)`.
 
-    Source: R-KV (arXiv 2505.24133); the defaults follow `rkv/compression/r1_kv.py` of github.com/Zefan-Cai/R-KV at d15c976 with
-    the README's weight 0.1 (its class says 0.07). `RKV.simplified(budget)` is the baseline of github.com/terarachang/VaSE at
-    bfa2692. Deviations: any batch size; nothing is spared where no key is similar (the source then spares row 0).
+    Source: R-KV (arXiv 2505.24133); the defaults follow `rkv/compression/r1_kv.py` of github.com/Zefan-Cai/R-KV at
+    d15c976 with the README's weight 0.1 (its class says 0.07). `RKV.simplified(budget)` is the baseline of
+    github.com/terarachang/VaSE at bfa2692. Deviations: any batch size; nothing is spared where no key is similar (the
+    source then spares row 0).
     """
 
     _: KW_ONLY
@@ -72,7 +73,9 @@ class RKV(ScoreEvictor):
     def _redundancy(self, older: KV) -> Score:
         keys = torch.nn.functional.normalize(older.keys.float(), dim=-1)
         redundancy = torch.empty(keys.shape[:3], device=keys.device)
-        for batch, head in itertools.product(*map(range, keys.shape[:2])):  # rows x rows floats, not kv_heads times that
+        for batch, head in itertools.product(
+            *map(range, keys.shape[:2])
+        ):  # rows x rows floats, not kv_heads times that
             redundancy[batch, head] = self._mean_similarity(keys[batch, head], ~older.pads[batch, head])
         return redundancy.softmax(-1)
 

@@ -15,11 +15,11 @@ from kvcomp.evict.base import ScoreEvictor
 class SnapKV(ScoreEvictor):
     """`s_i = mean_group pool(mean over the last `window` queries of softmax_i(scaling * q . k))`.
 
-    The softmax runs over every row, causal inside the window; the window's own rows are `recent` and always kept. Average
-    pooling over `pool` rows. No sinks, as in the source.
+    The softmax runs over every row, causal inside the window; the window's own rows are `recent` and always kept.
+    Average pooling over `pool` rows. No sinks, as in the source.
 
-    Source: SnapKV (arXiv 2404.14469); `snapkv_utils.py` of github.com/FasterDecoding/SnapKV at e216ddc. Deviations: used at every
-    compression, not only after the prompt; mean over the query heads of a group, as in kvpress.
+    Source: SnapKV (arXiv 2404.14469); `snapkv_utils.py` of github.com/FasterDecoding/SnapKV at e216ddc. Deviations:
+    used at every compression, not only after the prompt; mean over the query heads of a group, as in kvpress.
     """
 
     _: KW_ONLY

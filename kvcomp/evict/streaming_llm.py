@@ -14,8 +14,8 @@ from kvcomp.evict.base import ScoreEvictor
 class StreamingLLM(ScoreEvictor):
     """The first `sinks` tokens and the newest ones: `s_i = i`.
 
-    Source: StreamingLLM (arXiv 2309.17453); github.com/mit-han-lab/streaming-llm at 2e50426. Deviation: keys keep their true
-    positions (there they are rotated by slot, so that a stream may be longer than the trained context).
+    Source: StreamingLLM (arXiv 2309.17453); github.com/mit-han-lab/streaming-llm at 2e50426. Deviation: keys keep their
+    true positions (there they are rotated by slot, so that a stream may be longer than the trained context).
     """
 
     def score(self, kv: KV, seen: Observed) -> Score:

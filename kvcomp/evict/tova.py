@@ -13,7 +13,8 @@ from kvcomp.evict.base import ScoreEvictor
 class TOVA(ScoreEvictor):
     """`s_i = mean over all query heads of softmax_i(scaling * q_last . k)`; nothing is pinned.
 
-    Source: TOVA (arXiv 2401.06104); github.com/schwartz-lab-NLP/TOVA at 9c7d09b. Deviation: evicts every `interval` tokens.
+    Source: TOVA (arXiv 2401.06104); github.com/schwartz-lab-NLP/TOVA at 9c7d09b. Deviation: evicts every `interval`
+    tokens.
     """
 
     _: KW_ONLY

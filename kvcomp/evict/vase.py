@@ -24,14 +24,15 @@ class VaSE(ScoreEvictor):
     recent ones (Gumbel top-k on `log s / temperature`). `scorer="dkv"`: keep the largest `|k G|^2 |v G|^2` with
     a new `G ~ N(0, 1 / rank)` `[head_dim, rank]` at each round; `protected` defaults to 0, as it reserves none.
 
-    `protected` counts the sinks (default `budget // 4` for attnv). `magnitude` replaces the range by the population variance or the
-    L2 norm over channels. `stochastic=False` keeps the largest `s` (attnv) or one `G` for all rounds (dkv).
+    `protected` counts the sinks (default `budget // 4` for attnv). `magnitude` replaces the range by the population
+    variance or the L2 norm over channels. `stochastic=False` keeps the largest `s` (attnv) or one `G` for all rounds
+    (dkv).
 
     Source: VaSE (arXiv 2606.03928); follows `eval/reasoning_tasks/modified/transformers/cache_utils.py` of
-    github.com/terarachang/VaSE at bfa2692, modes `range_sink_sample_attn` and `cur_resample_gauss`. Deviations: rows are
-    kept in time order, so pooling averages true neighbours; `budget` rows are kept whatever the length of the
-    prompt; `G` differs by KV head, not by batch row, so that a row's result does not depend on its batch;
-    `temperature` belongs to the draw (there it divides the logits; 1 in both).
+    github.com/terarachang/VaSE at bfa2692, modes `range_sink_sample_attn` and `cur_resample_gauss`. Deviations: rows
+    are kept in time order, so pooling averages true neighbours; `budget` rows are kept whatever the length of the
+    prompt; `G` differs by KV head, not by batch row, so that a row's result does not depend on its batch; `temperature`
+    belongs to the draw (there it divides the logits; 1 in both).
     """
 
     _: KW_ONLY
@@ -58,7 +59,9 @@ class VaSE(ScoreEvictor):
         if self.pool % 2 == 0:
             raise ValueError(f"VaSE: pool must be odd, got {self.pool}")
         if not self.temperature > 0:
-            raise ValueError(f"VaSE: temperature must be above 0, got {self.temperature}; stochastic=False draws nothing")
+            raise ValueError(
+                f"VaSE: temperature must be above 0, got {self.temperature}; stochastic=False draws nothing"
+            )
         super().__post_init__()
 
     @property

