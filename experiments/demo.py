@@ -42,7 +42,7 @@ class Answer:
         """Its cells, top to bottom."""
         seen = self.cache.get_seq_length()
         if isinstance(self.cache, CompressedCache):
-            memory, capacity = self.cache.memory(), self.cache.compressed[0].capacity(0)
+            memory, capacity = self.cache.memory(), self.cache.compressed[0].storage.capacity
             parts = memory.keys + memory.values, memory.positions + memory.queries
         else:
             stored = sum(

@@ -6,12 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, get_layer_types_and_kwargs
 
-from kvcomp import attention, save
+from kvcomp import attention, checks, save
 from kvcomp.core import Compressor
 from kvcomp.layer import CompressedLayer
 from kvcomp.memory import Memory
@@ -38,7 +37,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
             raise ValueError(f"interval must be an int of at least 1, got {interval!r}")
         config = model.config.get_text_config(decoder=True)
-        _check_supported(model, config)
+        checks.model_is_supported(model.config, config)
         layer_types, _ = get_layer_types_and_kwargs(config)
         layers = DynamicCache(config=config).layers
         for index, layer_type in enumerate(layer_types):
@@ -77,8 +76,9 @@ class CompressedCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             _check_crop(layer, max(-tokens_to_remove, 0))
         for layer in self.compressed:
-            layer.check_finite()
+            layer.deferred = True
         super().crop(tokens_to_remove)
+        self._settle()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the cache to one safetensors file: rows, true positions, counters, compressor settings."""
@@ -101,78 +101,31 @@ class CompressedCache(Cache):  # type: ignore[misc]
         save.restore(cache, header, tensors, [next(layer.parameters()).device for layer in model.get_decoder().layers])
         return cache
 
-    # Guards ----------------------------------------------------------------------------------------------------------
+    # Around a forward -------------------------------------------------------------------------------------------------
 
-    def check_call(self, inputs: Mapping[str, Any]) -> None:
-        """Raises ValueError for a forward that this cache would answer wrongly; called before every forward of the
-        model."""
+    def begin_call(self, inputs: Mapping[str, Any]) -> None:
+        """Refuses a wrong call, undoes one that was interrupted; called before every forward of the model."""
+        self._roll_back()
+        checks.call(self, inputs)
         tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
         if tokens is None:
-            return  # the model says so itself
-        if inputs.get("use_cache") is False:
-            raise ValueError(
-                "use_cache=False feeds the whole text at every step, a cache must not be passed: set use_cache=True"
-            )
-        self._roll_back()
-        batch, new = tokens.shape[:2]
-        seen = self.compressed[0].count.seen
-        if new == 0:
-            raise ValueError(
-                f"there are no new tokens: the cache has seen {seen} tokens and the prompt is not longer; pass the "
-                "whole "
-                "text with its continuation, or call cache.reset() before another text"
-            )
-        self.compressed[0].check_update(batch)
-        self._check_mask(inputs.get("attention_mask"), seen, new)
-        positions = inputs.get("position_ids")
-        if positions is None:
-            positions = torch.arange(seen, seen + new)[None]
-        newest = positions.reshape(-1, new)[:, -1]
-        for layer in self.compressed:
-            layer.check_prompt(newest, new)
-        if seen and new > 1:
-            self._check_continues(newest)
-        self.unfinished = seen
+            return
+        self.unfinished = self.compressed[0].count.seen
         for layer in self.compressed:  # the rows of a long text are let go of layer by layer, few rows can wait
-            layer.deferred = seen > 0 and new <= self.interval
+            layer.deferred = self.unfinished > 0 and tokens.shape[1] <= self.interval
 
     def end_call(self) -> None:
         """Compresses what is due in every layer; called after every forward of the model that has run to its end."""
-        for layer in self.compressed:
-            layer.check_finite()
-        for layer in self.compressed:
-            if layer.deferred:
-                layer.settle()
-            layer.deferred = False
+        self._settle()
         self.unfinished = None
 
-    def _check_continues(self, newest: Tensor) -> None:
-        layer = self.compressed[0]
-        stored = layer.kv.positions[:, 0].amax(-1)
-        again = newest.to(stored.device).expand_as(stored) <= stored
-        if bool(again.any()):
-            raise ValueError(
-                f"the new tokens end at position {int(newest.min())}, but the cache has seen position "
-                f"{int(stored.max())}: "
-                "pass only what follows (or the whole text to generate()), or call cache.reset() before another text"
-            )
-
-    def _check_mask(self, mask: Any, seen: int, new: int) -> None:
-        if not isinstance(mask, Tensor) or mask.ndim != 2:
-            return
-        if mask.shape[1] != seen + new:
-            raise ValueError(
-                f"attention_mask covers {mask.shape[1]} tokens, but the cache has seen {seen} and {new} are new: "
-                f"pass a mask of {seen + new} columns, or None if nothing is padded"
-            )
-        if new > 1 and bool((mask[:, 1:] < mask[:, :-1]).any()):
-            raise ValueError(
-                "attention_mask has a 0 after a 1: only left padding is supported, as evicted rows leave no column to "
-                "hide. "
-                "Set tokenizer.padding_side='left'; if you passed no mask, generate() made one from the pad tokens in "
-                "your "
-                "text: pass it"
-            )
+    def _settle(self) -> None:
+        waiting = [layer for layer in self.compressed if layer.deferred]
+        for layer in waiting:
+            layer.due()  # raises, if it must, before any layer has changed
+        for layer in waiting:
+            layer.settle()
+            layer.deferred = False
 
     def _roll_back(self) -> None:
         """Removes what a forward that stopped half-way left in the layers it had reached."""
@@ -188,8 +141,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         except ValueError as error:
             raise ValueError(
                 f"an earlier forward stopped half-way and cannot be undone ({error}): call cache.reset(), or load a "
-                "saved "
-                "cache"
+                "saved cache"
             ) from error
         for layer, tokens in ahead:
             layer.remove(tokens) if isinstance(layer, CompressedLayer) else layer.crop(-tokens)
@@ -197,35 +149,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
 
 def _check_crop(layer: Any, tokens: int) -> None:
-    """Raises ValueError if `layer` can no longer remove its newest `tokens` tokens."""
-    if isinstance(layer, CompressedLayer):
-        layer.check_crop(tokens)
-    elif getattr(layer, "is_sliding", False) and tokens and not layer.record_past and _is_full(layer):
-        raise ValueError(
-            f"cannot crop {tokens} tokens: a sliding layer keeps only {layer.sliding_window} tokens; call "
-            "cache.activate_past_recording() before the forward whose tokens may be removed"
-        )
-
-
-def _is_full(layer: Any) -> bool:
-    return bool(layer.get_seq_length() >= layer.sliding_window)
-
-
-def _check_supported(model: PreTrainedModel, config: Any) -> None:
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise NotImplementedError(
-            f"{config.model_type} is an encoder-decoder model; kvcomp supports decoder-only models"
-        )
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise NotImplementedError(
-            f"{config.model_type} stores one latent per token (MLA, kv_lora_rank={config.kv_lora_rank}) instead of "
-            "keys and "
-            "values per head; kvcomp cannot compress that, use transformers' DynamicCache"
-        )
-    if "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
-        raise NotImplementedError(
-            f"{config.model_type} has layers that reuse the keys of others; use transformers' DynamicCache"
-        )
+    checks.crop(layer, tokens) if isinstance(layer, CompressedLayer) else checks.stock_crop(layer, tokens)
 
 
 def _guard(model: PreTrainedModel) -> None:
@@ -240,7 +164,7 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     if isinstance(cache, CompressedCache):
         attention.check_installed(module)
-        cache.check_call({**kwargs, **({"input_ids": args[0]} if args else {})})
+        cache.begin_call({**kwargs, **({"input_ids": args[0]} if args else {})})
 
 
 def _after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -11,10 +11,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcomp import ops
-from kvcomp.core import KV, PAD, Compressor, Observed
+from kvcomp import checks, ops
+from kvcomp.core import PAD, Compressor, Observed
 from kvcomp.queries import RecentQueries
 from kvcomp.rotary import Rotary
+from kvcomp.storage import RowStorage
 
 RECORDED_QUERIES = 1024
 """Queries held beyond the window while drafts may be rolled back."""
@@ -28,10 +29,8 @@ class Counters:
 
     seen: int = 0
     """Tokens seen, padding included."""
-    rows: int = 0
-    """Rows stored."""
     fresh: int = 0
-    """Of these, rows added since the last compression."""
+    """Rows added since the last compression."""
     round: int = 0
     """Compressions so far."""
     uncounted: int = 0
@@ -40,6 +39,8 @@ class Counters:
     """Whether the next multi-token forward still belongs to the prompt."""
     padded: bool = False
     """Whether some stored row or recent query may be padding."""
+    forwards: int = 0
+    """Forwards so far."""
     uncropped: int = 0
     """Forwards since the last `crop`."""
 
@@ -69,7 +70,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forgets everything."""
         self.count = Counters()
-        self.storage: KV | None = None
+        self.storage = RowStorage(self.compressor.budget, self.interval, self.compressor.accumulates)
         self.prompt_end: Tensor | None = None
         self.recent_queries = RecentQueries(self.compressor.window)
         self.scaling: float | None = None
@@ -84,7 +85,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """`(stored rows + new tokens, evicted rows)`: aligns the newest rows with the queries."""
-        return self.count.rows + query_length, self.count.seen - self.count.rows
+        return self.storage.rows + query_length, self.count.seen - self.storage.rows
 
     def get_max_length(self) -> int:
         """-1: there is no longest text."""
@@ -92,69 +93,41 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def is_initialized(self) -> bool:
-        """Whether storage exists."""
-        return self.storage is not None
+        """Whether there is a buffer."""
+        return self.storage.buffer is not None
 
     @property
     def device(self) -> torch.device:
         """Where the rows live."""
-        return self._storage.keys.device
+        return self.storage.kv.keys.device
 
     @property
     def batch_size(self) -> int:
         """Batch rows stored; an AttributeError before there are any, as transformers probes with hasattr."""
-        if self.storage is None:
+        if not self.is_initialized:
             raise AttributeError("batch_size is known after the first update")
-        return self.storage.keys.shape[0]
+        return self.storage.kv.keys.shape[0]
 
     @property
     def keys(self) -> Tensor | None:
         """View of the stored keys `[batch, kv_heads, rows, head_dim]`, after RoPE; None before the first update."""
-        return None if self.storage is None else self.kv.keys
+        return self.storage.kv.keys if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:
         """View of the stored values; None before the first update."""
-        return None if self.storage is None else self.kv.values
+        return self.storage.kv.values if self.is_initialized else None
 
     @property
     def positions(self) -> Tensor | None:
-        """True RoPE position of each stored row `[batch, kv_heads, rows]`, -1 for padding; None before the first
-        update."""
-        return None if self.storage is None else self.kv.positions
-
-    @property
-    def kv(self) -> KV:
-        """View of the stored rows."""
-        return self._storage.newest(self._storage.rows - self.count.rows)
-
-    @property
-    def _storage(self) -> KV:
-        assert self.storage is not None, "no update yet"
-        return self.storage
+        """True position of each row `[batch, kv_heads, rows]`, -1 for padding; None before the first update."""
+        return self.storage.kv.positions if self.is_initialized else None
 
     # Writing ---------------------------------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates storage for `budget + interval` rows like `key_states` and `value_states`."""
-        self.storage = self._allocate(key_states, value_states, self.capacity(0))
-
-    def capacity(self, rows: int) -> int:
-        """Rows of storage wanted for `rows` rows: `budget + interval`, or amortised growth without a budget."""
-        budget = self.compressor.budget
-        if budget is None:
-            return rows + max(self.interval, rows // 8)
-        return max(rows, budget + self.interval)
-
-    def _allocate(self, keys: Tensor, values: Tensor, rows: int) -> KV:
-        batch, heads = keys.shape[:2]
-        positions = torch.empty(batch, heads, rows, dtype=torch.int32, device=keys.device)
-        mass = positions.new_zeros(positions.shape, dtype=torch.float32) if self.compressor.accumulates else None
-        return KV(
-            keys.new_empty(batch, heads, rows, keys.shape[-1]),
-            values.new_empty(batch, heads, rows, values.shape[-1]),
-            positions, mass,
-        )  # fmt: skip
+        """Makes the buffer, for rows like `key_states` and `value_states`."""
+        self.storage.reserve(key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Stores new rows and returns every stored row, the new ones last.
@@ -163,21 +136,15 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         new = key_states.shape[2]
         positions = self._new_positions(key_states, kwargs.get("kwargs") or {})
-        self.check_update(key_states.shape[0])
-        self._make_room(key_states, value_states)
-        start, stop = self.count.rows, self.count.rows + new
-        self._storage.keys[:, :, start:stop] = key_states.detach()
-        self._storage.values[:, :, start:stop] = value_states.detach()
-        self._storage.positions[:, :, start:stop] = positions[:, None]
-        if self._storage.mass is not None:
-            self._storage.mass[:, :, start:stop] = 0.0
-        first = self.count.seen == 0
-        self.count.prompt_open &= first or new > 1
-        self.count.rows, self.count.seen, self.count.fresh = stop, self.count.seen + new, self.count.fresh + new
+        checks.observed(self)
+        checks.batch(self, key_states.shape[0])
+        self.storage.append(key_states, value_states, positions)
+        self.count.prompt_open &= self.count.seen == 0 or new > 1
+        self.count.seen, self.count.fresh = self.count.seen + new, self.count.fresh + new
         if self.count.prompt_open:
             self.prompt_end = positions[:, -1] + 1
         self.waiting = new
-        keys, values = self.kv.keys, self.kv.values
+        keys, values = self.storage.kv.keys, self.storage.kv.values
         keys.kvcomp_layer = self  # type: ignore[attr-defined]
         return keys, values
 
@@ -187,40 +154,6 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         if positions is None:
             positions = torch.arange(self.count.seen, self.count.seen + new)[None]
         return positions.to(key_states.device, torch.int32).expand(batch, new)
-
-    def check_update(self, batch: int) -> None:
-        """Raises ValueError for rows that do not fit what is stored; nothing is written before."""
-        if self.waiting:
-            raise ValueError(
-                f"layer {self.layer_idx} stored {self.waiting} tokens, but its attention function never saw them: the "
-                "model no "
-                "longer runs kvcomp's attention. Build the CompressedCache after the last set_attn_implementation()"
-            )
-        if self.storage is not None and batch != self.batch_size:
-            raise ValueError(
-                f"the cache holds a batch of {self.batch_size}, got {batch}: call cache.batch_repeat_interleave(n) or "
-                "cache.batch_select_indices(rows) first, or cache.reset() for another text"
-            )
-
-    def check_prompt(self, newest: Tensor, new: int) -> None:
-        """Raises ValueError if a forward of `new` tokens, the last at `newest` `[batch]`, makes the prompt too long."""
-        if self.count.prompt_open and (self.count.seen == 0 or new > 1):
-            self.compressor.check_prompt(min(int(newest.max()) + 1, self.count.seen + new))
-
-    def _make_room(self, keys: Tensor, values: Tensor) -> None:
-        rows = self.count.rows + keys.shape[2]
-        if self.storage is not None and rows <= self.storage.rows:
-            return
-        larger = self._allocate(keys, values, self.capacity(rows))
-        if self.storage is not None:
-            self._write(larger, self.kv)
-        self.storage = larger
-
-    def _write(self, storage: KV, kv: KV) -> None:
-        """Copies `kv` to the front of `storage`."""
-        for target, source in zip(_tensors(storage), _tensors(kv), strict=True):
-            shared = target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
-            target[:, :, : kv.rows] = source.clone() if shared else source
 
     # After the attention of a step -----------------------------------------------------------------------------------
 
@@ -233,7 +166,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Takes the queries of the forward that `update` stored; `visible` says which rows are no padding (None:
         all)."""
         new, self.scaling = self.waiting, scaling
-        positions = self.kv.positions
+        positions = self.storage.kv.positions
         if visible is not None and not bool(visible.all()):
             positions.masked_fill_(~visible[:, None], PAD)
             self.count.padded = True
@@ -241,6 +174,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.recent_queries.spare = self._spare_queries()
             self.recent_queries.append(queries, positions[:, 0, -new:])
             self.count.uncounted += new if self.compressor.accumulates else 0
+        self.count.forwards += 1
         self.count.uncropped += 1
         self.record_past &= self.count.uncropped <= ABANDONED
         if not self.deferred:
@@ -253,10 +187,9 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         return RECORDED_QUERIES if self.record_past else self.recent_queries.usual_spare
 
     def settle(self) -> None:
-        """Compresses if enough rows have gathered. Raises ValueError, and changes nothing, if they are not finite."""
-        if self.record_past and self.count.uncropped:
+        """Compresses if enough rows have gathered."""
+        if self._recording():
             return
-        self.check_finite()
         due = self.due()
         if self.compressor.accumulates and (due or self.count.uncounted >= self.interval):
             self._accumulate()
@@ -264,40 +197,23 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
             self._compress()
         self.recent_queries.trim(self.count.uncounted)
 
-    def fill(self, kv: KV, prompt_end: Tensor | None) -> None:
-        """Stores `kv`, saved from a layer with the same counters."""
-        self.storage = self._allocate(kv.keys, kv.values, self.capacity(kv.rows))
-        self._write(self.storage, kv)
-        self.prompt_end = prompt_end
-
     def due(self) -> bool:
-        """Whether `settle` would compress."""
-        budget, count = self.compressor.budget, self.count
-        if budget is None or (self.record_past and count.uncropped):
+        """Whether `settle` would compress. Raises ValueError if it would, but rows or queries are not finite."""
+        budget, rows, count = self.compressor.budget, self.storage.rows, self.count
+        if budget is None or self._recording():
             return False
-        after_first_forward = (
-            count.round == 0 and count.fresh == count.seen and count.prompt_open and count.rows > budget
-        )
-        return count.rows >= budget + self.interval or after_first_forward
+        if rows >= budget + self.interval or (count.forwards == 1 and count.round == 0 and rows > budget):
+            checks.finite(self)
+            return True
+        return False
 
-    def check_finite(self) -> None:
-        """Raises ValueError if a compression is due and rows that are new since the last one are NaN or infinite."""
-        if not self.due():
-            return
-        fresh = slice(self.count.rows - self.count.fresh, self.count.rows)
-        for name, tensor in (("keys", self.kv.keys[:, :, fresh]), ("values", self.kv.values[:, :, fresh])):
-            bad = int((~tensor.isfinite()).any(-1).sum())
-            if bad:
-                raise ValueError(
-                    f"{bad} new rows of layer {self.layer_idx} have {name} that are NaN or infinite, so their scores "
-                    "would be NaN: the "
-                    "model overflows; try a dtype with more range, such as bfloat16 or float32"
-                )
+    def _recording(self) -> bool:
+        return self.record_past and self.count.uncropped > 0
 
     def _accumulate(self) -> None:
-        seen = self.observed(self.count.uncounted)
-        if seen.queries is not None and self._storage.mass is not None:
-            self._storage.mass[:, :, : self.count.rows] += ops.attention_mass(self.kv, seen)
+        seen, kv = self.observed(self.count.uncounted), self.storage.kv
+        if seen.queries is not None and kv.mass is not None:
+            kv.mass.add_(ops.attention_mass(kv, seen))
         self.count.uncounted = 0
 
     def observed(self, window: int) -> Observed:
@@ -313,16 +229,13 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         )  # fmt: skip
 
     def _compress(self) -> None:
-        kept = self.compressor.compress(self.kv, self.observed(self.compressor.window))
+        kept = self.compressor.compress(self.storage.kv, self.observed(self.compressor.window))
         if kept.rows > (self.compressor.budget or kept.rows):
             raise ValueError(
                 f"{self.compressor!r} kept {kept.rows} rows, more than its budget of {self.compressor.budget}"
             )
-        if self._storage.rows != self.capacity(kept.rows):
-            self.storage = None  # frees a prompt's rows before storage of the final size is made
-            self.storage = self._allocate(kept.keys, kept.values, self.capacity(kept.rows))
-        self._write(self._storage, kept)
-        self.count.rows, self.count.fresh, self.count.round = kept.rows, 0, self.count.round + 1
+        self.storage.replace(kept)
+        self.count.fresh, self.count.round = 0, self.count.round + 1
 
     # Going back, batch operations ------------------------------------------------------------------------------------
 
@@ -330,54 +243,35 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Nothing is compressed until the next `crop`, so that drafts can be rolled back."""
         self.record_past = True
 
-    def check_crop(self, tokens: int) -> None:
-        """Raises ValueError if the newest `tokens` tokens cannot be removed without loss."""
-        if tokens > self.count.fresh:
-            raise ValueError(
-                f"cannot crop {tokens} tokens: only the {self.count.fresh} newest were added since the last "
-                "compression; "
-                "call cache.activate_past_recording() before the forward whose tokens may be removed"
-            )
-        if not self.recent_queries.can_drop(tokens) or (tokens > self.count.uncounted and self.compressor.accumulates):
-            raise ValueError(
-                f"cannot crop {tokens} tokens: their queries have already been scored or forgotten; call "
-                "cache.activate_past_recording() before the forward whose tokens may be removed"
-            )
-
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest `-tokens_to_remove` tokens, then compresses if due. Raises ValueError if that is
         impossible."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the tokens to remove as a negative number, got {tokens_to_remove}")
         tokens = -tokens_to_remove
-        self.check_crop(tokens)
-        if self.storage is None:
+        checks.crop(self, tokens)
+        if not self.is_initialized:
             return
         self.remove(tokens)
         self.count.uncropped = 0
-        self.settle()
         self.count.prompt_open &= not (self.record_past or tokens)
+        if not self.deferred:
+            self.settle()
 
     def remove(self, tokens: int) -> None:
-        """Forgets the newest `tokens` tokens; `check_crop` says whether that is allowed."""
+        """Forgets the newest `tokens` tokens; `checks.crop` says whether that is allowed."""
         self.waiting = 0
         self.count.seen -= tokens
-        self.count.rows -= tokens
+        self.storage.rows -= tokens
         self.count.fresh -= tokens
         self.count.uncounted = max(self.count.uncounted - tokens, 0)
         self.recent_queries.drop(tokens)
-        if self.count.prompt_open and self.count.rows and self.prompt_end is not None:
-            self.prompt_end = self.kv.positions[:, 0].amax(-1) + 1
+        if self.count.prompt_open and self.storage.rows and self.prompt_end is not None:
+            self.prompt_end = self.storage.kv.positions[:, 0].amax(-1) + 1
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor of the layer by `change` of it; the batch is always the first axis."""
-        if self.storage is None:
-            return
-        storage = self.storage
-        self.storage = KV(
-            change(storage.keys), change(storage.values), change(storage.positions),
-            None if storage.mass is None else change(storage.mass),
-        )  # fmt: skip
+        self.storage.map(change)
         self.prompt_end = None if self.prompt_end is None else change(self.prompt_end)
         self.recent_queries.map(change)
 
@@ -392,7 +286,3 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these batch rows (indices or a bool mask)."""
         self.map(lambda tensor: tensor[indices.to(tensor.device)])
-
-
-def _tensors(kv: KV) -> list[Tensor]:
-    return [tensor for tensor in (kv.keys, kv.values, kv.positions, kv.mass) if tensor is not None]

@@ -35,11 +35,11 @@ class Memory:
     @classmethod
     def of(cls, cache: CompressedCache) -> Memory:
         """Measures `cache` as it is now."""
-        storages = [layer.storage for layer in cache.compressed if layer.storage is not None]
+        storages = [layer.storage.buffer for layer in cache.compressed if layer.storage.buffer is not None]
         recent = [layer.recent_queries for layer in cache.compressed]
         stock = [layer for layer in cache.layers if layer not in cache.compressed]
         other = _nbytes(getattr(layer, name, None) for layer in stock for name in ("keys", "values"))
-        seen, rows = cache.compressed[0].count.seen, max(layer.count.rows for layer in cache.compressed)
+        seen, rows = cache.compressed[0].count.seen, max(layer.storage.rows for layer in cache.compressed)
         token = sum(kv.keys[:, :, :1].nbytes + kv.values[:, :, :1].nbytes for kv in storages)
         return cls(
             keys=_nbytes(kv.keys for kv in storages),

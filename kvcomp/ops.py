@@ -15,39 +15,40 @@ HeadScore = Float[Tensor, "batch kv_heads group rows"]
 Logits = Float[Tensor, "batch kv_heads group window rows"]
 
 
-def attention_logits(kv: KV, seen: Observed, causal: bool = True) -> Logits:
-    """`scaling * q . k` in float32, `-inf` where the query must not see the row.
+def attention_logits(kv: KV, seen: Observed, drop: int = 0) -> Logits:
+    """`scaling * q . k` over all rows but the `drop` newest, `-inf` where the query must not see the row.
 
-    A query sees no padding and, with `causal`, no row later than itself. `causal=False` says that every row is known to
-    be older than every query, which saves the comparison. Learned attention sinks and logit caps are left out.
-    Raises ValueError without queries.
+    A query sees no padding and no row later than itself. The product is taken in the dtype of the keys, all else in
+    float32. Learned attention sinks and logit caps are left out. Raises ValueError without queries.
     """
     if seen.queries is None:
         raise ValueError("this method scores with queries, but Observed.queries is None: pass the last queries")
-    batch, heads, rows, head_dim = kv.keys.shape
-    window = seen.queries.shape[2]
+    older, window = kv.newest(drop), seen.queries.shape[2]
+    batch, heads, rows, head_dim = older.keys.shape
     folded = seen.queries.reshape(batch, heads, -1, head_dim)  # the query heads of a group become rows
     scaling = head_dim**-0.5 if seen.scaling is None else seen.scaling
-    logits = (folded @ kv.keys.transpose(2, 3)).float().mul_(scaling).view(batch, heads, -1, window, rows)
+    logits = (folded @ older.keys.transpose(2, 3)).float().mul_(scaling).view(batch, heads, -1, window, rows)
+    causal = drop < window  # else every row that is left is older than every query
     if causal or seen.padded:
-        visible = ~kv.pads[:, :, None, :]
+        visible = ~older.pads[:, :, None, :]
         if causal:
-            visible = visible & (kv.positions[:, :, None, :] <= _query_positions(kv, seen)[:, None, :, None])
+            visible = visible & (older.positions[:, :, None, :] <= _query_positions(kv, seen)[:, None, :, None])
         logits.masked_fill_(~visible[:, :, None], -torch.inf)
     return logits
 
 
-def window_mean(weights: Logits, seen: Observed) -> HeadScore:
-    """Mean over the queries that are tokens, not padding. A query that sees no row (NaN) counts as padding."""
-    if seen.query_positions is None or not seen.padded:
-        return weights.nan_to_num_(0.0).mean(3)
-    real = (seen.query_positions >= 0).to(weights)[:, None, None, :, None]
-    return (weights.nan_to_num_(0.0) * real).sum(3) / real.sum(3).clamp_min(1.0)
+def window_attention(logits: Logits, seen: Observed) -> HeadScore:
+    """Softmax over the rows, mean over the queries that are tokens and see a row. NaN logits stay NaN."""
+    blind = logits.amax(-1, keepdim=True) == -torch.inf
+    if seen.padded and seen.query_positions is not None:
+        blind = blind | (seen.query_positions < 0)[:, None, None, :, None]
+    weights = logits.softmax(-1).masked_fill_(blind, 0.0)
+    return weights.sum(3) / (~blind).sum(3).clamp_min(1)
 
 
-def attention_score(kv: KV, seen: Observed, causal: bool = True) -> HeadScore:
-    """Mean over the window of `softmax_rows(scaling * q . k)`, per query head."""
-    return window_mean(attention_logits(kv, seen, causal).softmax(-1), seen)
+def attention_score(kv: KV, seen: Observed, drop: int = 0) -> HeadScore:
+    """Mean over the window of `softmax_rows(scaling * q . k)`, per query head; the `drop` newest rows are left out."""
+    return window_attention(attention_logits(kv, seen, drop), seen)
 
 
 def attention_mass(kv: KV, seen: Observed, block: int = 128) -> Score:
@@ -56,10 +57,10 @@ def attention_mass(kv: KV, seen: Observed, block: int = 128) -> Score:
     positions = _query_positions(kv, seen)
     mass = torch.zeros(kv.keys.shape[:3], dtype=torch.float32, device=kv.keys.device)
     for start in range(0, seen.queries.shape[2], block):
-        part = Observed(seen.queries[:, :, start : start + block], positions[:, start : start + block], seen.scaling)
-        weights = attention_logits(kv, part).softmax(-1).nan_to_num_(0.0)
-        real = positions[:, start : start + block] >= 0
-        mass += weights.mul_(real[:, None, None, :, None]).sum(3).mean(2)
+        part = slice(start, start + block)
+        logits = attention_logits(kv, Observed(seen.queries[:, :, part], positions[:, part], seen.scaling))
+        blind = (logits.amax(-1, keepdim=True) == -torch.inf) | (positions[:, part] < 0)[:, None, None, :, None]
+        mass += logits.softmax(-1).masked_fill_(blind, 0.0).sum(3).mean(2)
     return mass
 
 

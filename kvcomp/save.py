@@ -113,9 +113,9 @@ def restore(
 
 def _compressed_state(layer: CompressedLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     fields = {"count": dataclasses.asdict(layer.count), "scaling": layer.scaling, "forgot": layer.recent_queries.forgot}
-    if layer.storage is None:
+    if not layer.is_initialized:
         return {}, fields
-    parts = {name: tensor for name, tensor in vars(layer.kv).items() if tensor is not None}
+    parts = {name: tensor for name, tensor in vars(layer.storage.kv).items() if tensor is not None}
     if layer.prompt_end is not None:
         parts["prompt_end"] = layer.prompt_end
     if layer.recent_queries.buffer is not None:
@@ -127,7 +127,8 @@ def _restore_compressed(layer: CompressedLayer, fields: dict[str, Any], parts: d
     layer.count, layer.scaling = Counters(**fields["count"]), fields["scaling"]
     if "keys" not in parts:
         return
-    layer.fill(KV(parts["keys"], parts["values"], parts["positions"], parts.get("mass")), parts.get("prompt_end"))
+    layer.storage.replace(KV(parts["keys"], parts["values"], parts["positions"], parts.get("mass")))
+    layer.prompt_end = parts.get("prompt_end")
     if "queries" in parts:
         layer.recent_queries.spare = parts["queries"].shape[2]
         layer.recent_queries.append(parts["queries"], parts["query_positions"])

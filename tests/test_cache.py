@@ -82,8 +82,9 @@ def test_storage_is_exactly_budget_plus_interval_rows_for_2000_steps(family):
     for step in range(2000):
         model(prompt[:, step % 60, None], cache=cache)
         for layer in cache.compressed:
-            addresses.add(layer.storage.keys.untyped_storage().data_ptr())
-            sizes.add(sum(tensor.untyped_storage().nbytes() for tensor in (layer.storage.keys, layer.storage.values)))
+            buffer = layer.storage.buffer
+            addresses.add(buffer.keys.untyped_storage().data_ptr())
+            sizes.add(sum(tensor.untyped_storage().nbytes() for tensor in (buffer.keys, buffer.values)))
     rows = SMALL.budget + interval
     assert sizes == {2 * rows * 2 * 16 * 4}  # keys and values, 2 KV heads, head_dim 16, 4 bytes
     assert len(addresses) == len(cache.compressed)  # allocated once
@@ -99,7 +100,7 @@ def test_no_tensor_of_the_length_of_the_prompt_survives_the_first_compression():
         cache = CompressedCache(model, method, interval=8)
         model(tokens(1, 1000), cache=cache)
         for layer in cache.compressed:
-            tensors = [value for part in (layer.storage, layer.recent_queries) for value in vars(part).values()]
+            tensors = [value for part in (layer.storage.buffer, layer.recent_queries) for value in vars(part).values()]
             tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
             # nor is it held through a view: the bytes behind every tensor are those of at most 32 rows or queries
             assert all(tensor.untyped_storage().nbytes() <= 32 * 4 * 16 * 4 for tensor in tensors)
@@ -111,7 +112,7 @@ def test_a_long_prompt_is_compressed_layer_by_layer():
     cache = CompressedCache(model, SMALL, interval=8)
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
-            lambda *_: rows.append([kept.count.rows for kept in cache.compressed]), with_kwargs=False
+            lambda *_: rows.append([kept.storage.rows for kept in cache.compressed]), with_kwargs=False
         )
     model(tokens(1, 200), cache=cache)
     assert rows == [[0, 0, 0], [24, 0, 0], [24, 24, 0]]
@@ -123,8 +124,8 @@ def test_the_memory_report_counts_the_bytes_behind_every_tensor():
     model(tokens(2, 60), cache=cache)
     reachable = {}
     for layer in cache.layers:
-        parts = [layer, getattr(layer, "storage", None), getattr(layer, "recent_queries", None)]
-        for value in [value for part in parts if part is not None for value in vars(part).values()]:
+        parts = [layer.storage.buffer, layer.recent_queries] if layer in cache.compressed else [layer]
+        for value in [value for part in parts for value in vars(part).values()]:
             if isinstance(value, torch.Tensor) and value.ndim > 1:
                 reachable[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
     memory = cache.memory()
@@ -292,4 +293,4 @@ def test_a_window_longer_than_the_interval_and_a_budget_per_stage():
         errors.append(
             relative_error(model(ids[:, start:stop], cache=cache).logits, oracle.step(ids[:, start:stop], before))
         )
-    assert max(errors) < 1e-5 and cache.compressed[0].storage.rows == 28
+    assert max(errors) < 1e-5 and cache.compressed[0].storage.capacity == 28

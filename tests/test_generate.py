@@ -68,7 +68,7 @@ def test_prefill_is_bit_identical_even_when_it_is_compressed():
     model, ids = tiny(), tokens(2, 60)
     small = CompressedCache(model, VaSE(16, sinks=2, recent=4, window=4), interval=8)
     assert torch.equal(model(ids, cache=small).logits, model(ids, cache=DynamicCache(config=model.config)).logits)
-    assert small.compressed[0].count.rows == 16
+    assert small.compressed[0].storage.rows == 16
 
 
 def test_inputs_embeds():
@@ -121,8 +121,8 @@ def test_drafting_compresses_and_stays_bounded(method):
     out = generate(model, ids, new=100, cache=cache, prompt_lookup_num_tokens=4)
     layer = cache.compressed[0]
     assert out.shape[1] == 148 and layer.count.round >= 10
-    assert cache.get_seq_length() == 147 and layer.count.rows < 24 + 8
-    assert layer.storage.rows <= 24 + 8 + 5
+    assert cache.get_seq_length() == 147 and layer.storage.rows < 24 + 8
+    assert layer.storage.capacity <= 24 + 8 + 5
 
 
 def test_recording_ends_when_nobody_crops():
@@ -130,7 +130,7 @@ def test_recording_ends_when_nobody_crops():
     cache = CompressedCache(model, VaSE(24, sinks=2, recent=4, window=4), interval=8)
     cache.activate_past_recording()
     generate(model, ids, new=300, cache=cache)
-    assert cache.compressed[0].count.rows < 24 + 8
+    assert cache.compressed[0].storage.rows < 24 + 8
 
 
 def test_streaming():
@@ -163,7 +163,7 @@ def test_beams_and_sequences_with_eviction_run_and_stay_bounded():
     for settings in (MODES["beams"], MODES["several sequences"]):
         cache = CompressedCache(model, VaSE(24, sinks=2, recent=4, window=4), interval=8)
         out = generate(model, ids, mask, new=60, cache=cache, **settings)
-        assert out.shape[1] == 100 and cache.compressed[0].storage.rows == 32
+        assert out.shape[1] == 100 and cache.compressed[0].storage.capacity == 32
 
 
 def test_beams_with_eviction_equal_a_cache_reordered_by_hand():

@@ -47,7 +47,7 @@ def test_no_padding_is_kept_while_a_token_is_dropped(method):
     decode(model, cache, ids, mask, steps=1)
     for layer in cache.compressed:
         padding = (layer.positions == -1).sum(-1)
-        expected = [max(0, layer.count.rows - length - 1) for length in LENGTHS]
+        expected = [max(0, layer.storage.rows - length - 1) for length in LENGTHS]
         assert padding.tolist() == [[count, count] for count in expected]
     decode_more = [tokens(4, 1, seed=step) for step in range(40)]
     for token in decode_more:

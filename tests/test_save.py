@@ -36,7 +36,7 @@ def test_a_loaded_cache_goes_on_bit_for_bit(tmp_path, family, compressor):
         assert torch.equal(model(token, cache=cache).logits, model(token, cache=other).logits)
     for one, loaded in zip(cache.compressed, other.compressed, strict=True):
         assert torch.equal(one.positions, loaded.positions) and one.count == loaded.count
-        assert one.storage.rows == loaded.storage.rows
+        assert one.storage.capacity == loaded.storage.capacity
 
 
 def test_the_file_holds_true_positions_and_only_rows_in_use(tmp_path):
@@ -44,7 +44,7 @@ def test_the_file_holds_true_positions_and_only_rows_in_use(tmp_path):
     cache.save(path)
     tensors = load_file(path)
     assert torch.equal(tensors["1.positions"], cache.compressed[1].positions)
-    assert tensors["0.keys"].shape == (2, 2, cache.compressed[0].count.rows, 16)
+    assert tensors["0.keys"].shape == (2, 2, cache.compressed[0].storage.rows, 16)
 
 
 def test_an_empty_cache_can_be_saved(tmp_path):

@@ -37,13 +37,13 @@ class ScoreEvictor(Composable, ABC):
         self.require(sinks=0, recent=0, window=0, budget=1)
         if self.budget <= self.reserved:
             raise ValueError(
-                f"{type(self).__name__}: budget={self.budget} leaves no row to choose, {self.reserved} are always kept "
-                f"({self._reserved_parts()}); raise budget to at least {self.reserved + 1} or lower these"
+                f"{type(self).__name__}: budget={self.budget} leaves no row to choose, as it is not above "
+                f"{self._reserved_parts()}; raise budget to at least {self.reserved + 1} or lower these"
             )
 
     @property
     def reserved(self) -> int:
-        """Rows that are kept whatever the score says, the prompt not counted."""
+        """What the budget must exceed."""
         return self.sinks + self.recent
 
     @abstractmethod
@@ -100,7 +100,7 @@ class ScoreEvictor(Composable, ABC):
                 raise ValueError(f"{type(self).__name__}: {name} must be at least {minimum}, got {value}")
 
     def _reserved_parts(self) -> str:
-        return f"sinks={self.sinks}, recent={self.recent}"
+        return f"sinks={self.sinks} + recent={self.recent}"
 
 
 def best(score: Score, count: int) -> Kept:

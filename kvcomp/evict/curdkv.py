@@ -38,22 +38,29 @@ class CurDKV(ScoreEvictor):
 
 
 def gaussian_sketch(kv: KV, seen: Observed, rank: int, resample: bool) -> Tensor:
-    """`G` `[kv_heads, head_dim, rank]`, entries `N(0, 1 / rank)`; a new one each round if `resample`."""
+    """`G` `[kv_heads, head_dim, rank]`, entries `N(0, 1 / rank)`; a new one each round if `resample`.
+
+    Raises NotImplementedError if keys and values differ in size, as one `G` projects both.
+    """
+    sizes = kv.keys.shape[-1], kv.values.shape[-1]
+    if sizes[0] != sizes[1]:
+        raise NotImplementedError(f"one sketch cannot project keys of {sizes[0]} and values of {sizes[1]} channels")
     heads = torch.arange(kv.keys.shape[1], device=kv.keys.device)[:, None, None]
     shape = (1, kv.keys.shape[-1], rank)
-    counters = (seen.seed, seen.layer, seen.round if resample else 0, heads)
-    return noise.normal(shape, *counters, device=kv.keys.device) * rank**-0.5
+    counters = (seen.layer, seen.round if resample else 0, heads)
+    return noise.normal(shape, seen.seed, *counters, device=kv.keys.device) * rank**-0.5
 
 
 def key_value_leverage(kv: KV, sketch: Tensor | None, local_window: int | None = None) -> Score:
     """`|k G|^2 |v G|^2` per row; both factors normalised over blocks of `local_window` rows if given."""
     keys, values = ops.squared_norm(kv.keys, sketch), ops.squared_norm(kv.values, sketch)
     if local_window is not None:
-        keys, values = (_normalise_blocks(norm.masked_fill(kv.pads, 0.0), local_window) for norm in (keys, values))
+        keys, values = (_normalise_blocks(norm, kv.pads, local_window) for norm in (keys, values))
     return keys * values
 
 
-def _normalise_blocks(norm: Score, block: int) -> Score:
-    rows = norm.shape[-1]
-    blocks = torch.nn.functional.pad(norm, (0, -rows % block)).unflatten(-1, (-1, block))
-    return (blocks / blocks.sum(-1, keepdim=True).clamp_min(torch.finfo(norm.dtype).tiny)).flatten(-2)[..., :rows]
+def _normalise_blocks(norm: Score, pads: Tensor, block: int) -> Score:
+    """`norm` over its sum in each block of `block` rows; the first block starts at the first row that is no padding."""
+    index = ((~pads).cumsum(-1) - 1).clamp_min(0) // block
+    sums = torch.zeros_like(norm).scatter_add_(-1, index, norm.masked_fill(pads, 0.0))
+    return norm / sums.gather(-1, index).clamp_min(torch.finfo(norm.dtype).tiny)

@@ -16,8 +16,9 @@ from kvcomp.rotary import turn
 class ExpectedAttention(ScoreEvictor):
     """`s_i = mean_group (softmax_i(c m.k_i + c^2 k_i' C k_i / 2) + epsilon) |v_i|_2`, `c` the scaling of the logits.
 
-    `m` and `C`: mean and covariance of the last `window` queries before RoPE (the first `skip` tokens of the text left
-    out), turned by the mean rotation of the next `future` positions. `covariance=False` leaves the second term out.
+    The softmax leaves the sinks out. `m` and `C`: mean and covariance of the last `window` queries before RoPE (the
+    first `skip` tokens of the text left out), turned by the mean rotation of the next `future` positions.
+    `covariance=False` leaves the second term out.
 
     Source: Expected Attention (arXiv 2510.00636); kvpress `expected_attention_press.py` at 8bb29b9. Deviation:
     statistics of the last `window` queries (there of the whole prompt), so that they follow the chain of thought;
@@ -45,7 +46,8 @@ class ExpectedAttention(ScoreEvictor):
         if self.covariance:
             spread = (keys @ covariance * keys).sum(-1)
             logits = logits + 0.5 * scaling**2 * spread
-        attention = logits.masked_fill(kv.pads[:, :, None], -torch.inf).softmax(-1)
+        left_out = kv.pads | ((~kv.pads).cumsum(-1) <= self.sinks)
+        attention = logits.masked_fill(left_out[:, :, None], torch.finfo(logits.dtype).min).softmax(-1)
         return ((attention + self.epsilon) * kv.values.float().norm(dim=-1)[:, :, None]).mean(2)
 
     def _future_queries(self, kv: KV, seen: Observed) -> tuple[Tensor, Tensor]:

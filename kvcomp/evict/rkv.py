@@ -57,16 +57,15 @@ class RKV(ScoreEvictor):
 
     def score(self, kv: KV, seen: Observed) -> Score:
         """`Z`, zero for the recent rows."""
-        older = kv.newest(self.recent)
-        importance = self._importance(older, seen)
-        score = self.weight * importance - (1.0 - self.weight) * self._redundancy(older)
+        redundancy = self._redundancy(kv.newest(self.recent))
+        score = self.weight * self._importance(kv, seen) - (1.0 - self.weight) * redundancy
         return torch.nn.functional.pad(score, (0, self.recent))
 
-    def _importance(self, older: KV, seen: Observed) -> Score:
-        logits = ops.attention_logits(older, seen, causal=self.window > self.recent)
+    def _importance(self, kv: KV, seen: Observed) -> Score:
+        logits = ops.attention_logits(kv, seen, drop=self.recent)
         if self.group == "max":
             logits = logits.amax(2, keepdim=True)
-        attention = ops.window_mean(logits.softmax(-1), seen)
+        attention = ops.window_attention(logits, seen)
         pool = ops.max_pool if self.pooling == "max" else ops.average_pool
         return pool(attention, self.pool).mean(2)
 

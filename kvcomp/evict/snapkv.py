@@ -34,14 +34,6 @@ class SnapKV(ScoreEvictor):
         super().__post_init__()
 
     def score(self, kv: KV, seen: Observed) -> Score:
-        """Pooled attention, mean over the group."""
-        return pooled_attention(kv, seen, self.pool, drop=0)
-
-
-def pooled_attention(kv: KV, seen: Observed, pool: int, drop: int) -> Score:
-    """Window attention over all rows but the `drop` newest (these get 0), average pooled, mean over the group."""
-    older = kv.newest(drop)
-    # With as many rows dropped as there are queries, every row left is older than every query.
-    causal = seen.queries is None or drop < seen.queries.shape[2]
-    attention = ops.average_pool(ops.attention_score(older, seen, causal), pool).mean(2)
-    return torch.nn.functional.pad(attention, (0, drop))
+        """Pooled attention, mean over the group; 0 for the recent rows."""
+        attention = ops.attention_score(kv, seen)[..., : kv.rows - self.recent]
+        return torch.nn.functional.pad(ops.average_pool(attention, self.pool).mean(2), (0, self.recent))

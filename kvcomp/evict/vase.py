@@ -9,9 +9,8 @@ import torch
 
 from kvcomp import ops
 from kvcomp.core import KV, Observed, Score
-from kvcomp.evict.base import ScoreEvictor
+from kvcomp.evict.base import ScoreEvictor, best
 from kvcomp.evict.curdkv import gaussian_sketch, key_value_leverage
-from kvcomp.evict.snapkv import pooled_attention
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class VaSE(ScoreEvictor):
 
     @property
     def reserved(self) -> int:
-        """Sinks, recent and protected rows."""
+        """Sinks, recent and protected rows; the sinks count twice, which leaves the draw a few rows more."""
         return super().reserved + (self.protected or 0)
 
     def score(self, kv: KV, seen: Observed) -> Score:
@@ -77,13 +76,14 @@ class VaSE(ScoreEvictor):
             return score
         magnitude = ops.value_magnitude(kv, self.magnitude)
         candidates = magnitude.masked_fill(self.pinned(kv, seen) | kv.pads, -torch.inf)
-        largest = candidates.topk(min(count, kv.rows), dim=-1)
+        largest = best(candidates, min(count, kv.rows))
         # Above every other score, yet ordered by magnitude in case a protected prompt leaves fewer rows than `count`.
         above = score.nan_to_num(0.0).amax(-1, keepdim=True).clamp_min(0.0) + 1.0
-        return score.scatter(2, largest.indices, above + largest.values.clamp_min(0.0))
+        return score.scatter(2, largest, above + candidates.gather(2, largest).clamp_min(0.0))
 
     def _attnv(self, kv: KV, seen: Observed) -> Score:
-        attention = pooled_attention(kv, seen, self.pool, drop=self.recent)
+        attention = ops.average_pool(ops.attention_score(kv, seen, drop=self.recent), self.pool).mean(2)
+        attention = torch.nn.functional.pad(attention, (0, self.recent))
         if not self.stochastic:
             return attention
         logarithm = attention.clamp_min(torch.finfo(torch.float32).tiny).log()
@@ -93,4 +93,4 @@ class VaSE(ScoreEvictor):
         return key_value_leverage(kv, gaussian_sketch(kv, seen, self.rank, resample=self.stochastic))
 
     def _reserved_parts(self) -> str:
-        return f"{super()._reserved_parts()}, protected={self.protected}"
+        return f"{super()._reserved_parts()} + protected={self.protected}"
