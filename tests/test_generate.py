@@ -180,11 +180,49 @@ def test_beams_with_eviction_equal_a_cache_reordered_by_hand():
         assert torch.equal(model(token % 97, cache=cache).logits, model(token % 97, cache=reordered).logits)
 
 
-@pytest.mark.parametrize("attention", ["flash_attention_2"])
-def test_flash_attention_runs_through_the_same_path(attention):
+def test_flash_attention_runs_through_the_same_path():
     pytest.importorskip("flash_attn", reason="flash-attn needs CUDA and is not installed here")
     model = tiny(dtype=torch.bfloat16).cuda()
-    model.set_attn_implementation(attention)
+    model.set_attn_implementation("flash_attention_2")
     ids = tokens(1, 40).cuda()
     cache = CompressedCache(model, VaSE(24, sinks=2, recent=4, window=4), interval=8)
     assert generate(model, ids, cache=cache).shape[1] == 64 and cache.compressed[0].count.round > 1
+
+
+def emulated_flash(query, key, value, mask, *, query_length, is_causal, softmax_scale, attn_implementation, **_):
+    """What the kernel computes: `[batch, tokens, heads, head_dim]`, causal from the lower right, a 2-D padding mask."""
+    assert is_causal and attn_implementation == "flash_attention_2" and query_length == query.shape[1]
+    rows = key.shape[1]
+    visible = torch.arange(rows) <= torch.arange(rows - query_length, rows)[:, None]
+    visible = visible if mask is None else visible & mask[:, None, None].bool()
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    weights = (
+        (query @ key.transpose(2, 3) * softmax_scale).masked_fill(~visible, torch.finfo(query.dtype).min).softmax(-1)
+    )
+    return (logits.softmax(-1) @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("lengths", [[40, 40], [40, 13]])
+def test_what_flash_attention_is_given_is_right(monkeypatch, lengths):
+    """The kernel needs a GPU; here its arithmetic is emulated, so that shapes, masks and observed queries are tested."""
+    monkeypatch.setattr("kvcomp.attention._flash_attention_forward", emulated_flash)
+    flash, sdpa, (ids, mask) = tiny(), tiny(), left_padded(lengths)
+    flash.config._attn_implementation_internal = "flash_attention_2"
+    method = VaSE(24, sinks=2, recent=4, window=4)
+    caches = [CompressedCache(model, method, interval=8) for model in (flash, sdpa)]
+    assert flash.config._attn_implementation == "kvcomp_fa2"
+    text, shown = torch.cat([ids, tokens(2, 60, seed=4)], 1), torch.cat([mask, torch.ones(2, 60, dtype=torch.long)], 1)
+    start = 0
+    for stop in [40, *range(44, 60, 4), *range(60, 100)]:
+        positions = (shown.cumsum(-1) - 1).clamp_min(0)[:, start:stop]
+        one, other = (
+            model(text[:, start:stop], attention_mask=shown[:, :stop], position_ids=positions, cache=cache).logits[
+                :, -1
+            ]
+            for model, cache in zip((flash, sdpa), caches, strict=True)
+        )
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+        start = stop
+    assert caches[0].compressed[0].count.round > 5
+    assert torch.equal(caches[0].compressed[1].positions, caches[1].compressed[1].positions)
