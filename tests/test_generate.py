@@ -197,9 +197,7 @@ def emulated_flash(query, key, value, mask, *, query_length, is_causal, softmax_
     visible = visible if mask is None else visible & mask[:, None, None].bool()
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
-    weights = (
-        (query @ key.transpose(2, 3) * softmax_scale).masked_fill(~visible, torch.finfo(query.dtype).min).softmax(-1)
-    )
+    logits = (query @ key.transpose(2, 3) * softmax_scale).masked_fill(~visible, torch.finfo(query.dtype).min)
     return (logits.softmax(-1) @ value).transpose(1, 2)
 
 
@@ -212,7 +210,8 @@ def test_what_flash_attention_is_given_is_right(monkeypatch, lengths):
     method = VaSE(24, sinks=2, recent=4, window=4)
     caches = [CompressedCache(model, method, interval=8) for model in (flash, sdpa)]
     assert flash.config._attn_implementation == "kvcomp_fa2"
-    text, shown = torch.cat([ids, tokens(2, 60, seed=4)], 1), torch.cat([mask, torch.ones(2, 60, dtype=torch.long)], 1)
+    text = torch.cat([ids, tokens(2, 60, seed=4)], dim=1)
+    shown = torch.nn.functional.pad(mask, (0, 60), value=1)
     start = 0
     for stop in [40, *range(44, 60, 4), *range(60, 100)]:
         positions = (shown.cumsum(-1) - 1).clamp_min(0)[:, start:stop]
