@@ -203,7 +203,7 @@ def emulated_flash(query, key, value, mask, *, query_length, is_causal, softmax_
 
 @pytest.mark.parametrize("lengths", [[40, 40], [40, 13]])
 def test_what_flash_attention_is_given_is_right(monkeypatch, lengths):
-    """The kernel needs a GPU; here its arithmetic is emulated, so that shapes, masks and observed queries are tested."""
+    """The kernel needs a GPU; here its arithmetic is emulated, to test shapes, masks and observed queries."""
     monkeypatch.setattr("kvcomp.attention._flash_attention_forward", emulated_flash)
     flash, sdpa, (ids, mask) = tiny(), tiny(), left_padded(lengths)
     flash.config._attn_implementation_internal = "flash_attention_2"
