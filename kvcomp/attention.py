@@ -88,7 +88,7 @@ def attention_forward(
     if layer is None:
         return own_attention(module, own)(module, query, key, value, attention_mask, **kwargs)
     output: tuple[Tensor, Tensor | None]
-    if own == "sdpa" and query.shape[2] == 1 and _is_plain(module, kwargs):
+    if own == "sdpa" and query.shape[2] == 1 and _is_plain(kwargs):
         output = folded_decode(query, key, value, attention_mask, kwargs.get("scaling")), None
     else:
         output = own_attention(module, own)(module, query, key, value, attention_mask, **kwargs)
@@ -142,16 +142,13 @@ def _flash_attention_2(
     return output, None
 
 
-def _is_plain(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    special = ("softcap", "s_aux", "position_bias", "output_attentions", "dropout")
-    return not any(
-        kwargs.get(name) is not None and kwargs[name] is not False and kwargs[name] != 0.0 for name in special
-    )
+def _is_plain(kwargs: dict[str, Any]) -> bool:
+    changed = any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
+    return not (changed or kwargs.get("output_attentions") or kwargs.get("dropout"))
 
 
 def rotary_of(model: PreTrainedModel, layer_type: str) -> Rotary | None:
-    """The rotary embedding of the layers of `layer_type`; None where its layout or its angles are not known to be
-    plain.
+    """The rotary embedding of the layers of `layer_type`; None where its layout or its angles are not plain.
 
     Known: one `rotary_emb` in the decoder, half-split channels, frequencies that do not depend on the length of the
     text.
