@@ -25,6 +25,14 @@ NAMES = {"sdpa": "kvcomp_sdpa", "eager": "kvcomp_eager", "flash_attention_2": "k
 """Registered name by the model's own attention. None contains `flash`, which transformers takes for a kernel of the
 hub."""
 
+HIDDEN = -1e3
+"""An additive mask below this hides a row; masks are made with values from -1e4 down to the least of the dtype."""
+ROTARY_FAMILIES = {
+    "gemma", "gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3",
+    "qwen3_moe",
+}  # fmt: skip
+"""Model types whose every full-attention layer is known, by test, to rotate as `Rotary` does."""
+
 
 def install(model: PreTrainedModel) -> None:
     """Sets `model` to kvcomp's attention around the one it has. Does nothing if that is done already.
@@ -32,6 +40,9 @@ def install(model: PreTrainedModel) -> None:
     Raises ValueError for an attention other than sdpa, eager and flash_attention_2, or a model that cannot be set.
     """
     current = model.config.get_text_config(decoder=True)._attn_implementation
+    for own, name in NAMES.items():
+        AttentionInterface.register(name, partial(attention_forward, own=own))
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[own])
     if current in NAMES.values():
         return
     if current not in NAMES:
@@ -45,8 +56,6 @@ def install(model: PreTrainedModel) -> None:
             "cannot "
             "see its queries: use a model class of transformers itself (trust_remote_code=False)"
         )
-    AttentionInterface.register(NAMES[current], partial(attention_forward, own=current))
-    AttentionMaskInterface.register(NAMES[current], ALL_MASK_ATTENTION_FUNCTIONS[current])
     model.set_attn_implementation(NAMES[current])
 
 
@@ -115,7 +124,7 @@ def visible_rows(mask: Tensor | None) -> Tensor | None:
     if mask is None:
         return None
     newest = mask[:, 0, -1] if mask.ndim == 4 else mask
-    return newest if newest.dtype == torch.bool else newest > torch.finfo(newest.dtype).min / 2
+    return newest if newest.dtype == torch.bool else newest > HIDDEN
 
 
 def own_attention(module: nn.Module, own: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -148,14 +157,12 @@ def _is_plain(kwargs: dict[str, Any]) -> bool:
 
 
 def rotary_of(model: PreTrainedModel, layer_type: str) -> Rotary | None:
-    """The rotary embedding of the layers of `layer_type`; None where its layout or its angles are not plain.
-
-    Known: one `rotary_emb` in the decoder, half-split channels, frequencies that do not depend on the length of the
-    text.
+    """The rotary embedding of the full-attention layers; None for a model that is not in `ROTARY_FAMILIES`, or whose
+    angles depend on the length of the text.
     """
     decoder = model.get_decoder()
     embedding = getattr(decoder, "rotary_emb", None)
-    if embedding is None or not _turns_halves(sys.modules[type(decoder).__module__]):
+    if embedding is None or decoder.config.model_type not in ROTARY_FAMILIES:
         return None
     kind = getattr(embedding, "rope_type", None)
     if isinstance(kind, dict):  # one set of frequencies per layer type (Gemma3)
@@ -166,17 +173,3 @@ def rotary_of(model: PreTrainedModel, layer_type: str) -> Rotary | None:
     if frequencies is None or kind in ("dynamic", "longrope"):
         return None
     return Rotary(frequencies.detach().float(), float(getattr(embedding, f"{prefix}attention_scaling", 1.0)))
-
-
-def _turns_halves(source: Any) -> bool:
-    """Whether the model file rotates channel `j` with `j + rotary_dim / 2`: shown by rotating one vector."""
-    if not hasattr(source, "apply_rotary_pos_emb"):
-        return False
-    unit = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 1, 1, 4)
-    pairs = 4 if hasattr(source, "rotate_half") else 2  # files without rotate_half give one angle per pair
-    cosine, sine = torch.zeros(1, 1, pairs), torch.ones(1, 1, pairs)
-    try:
-        turned = source.apply_rotary_pos_emb(unit, unit, cosine, sine)[0].flatten().tolist()
-    except (RuntimeError, TypeError):
-        return False
-    return turned == [0.0, 0.0, 1.0, 0.0]

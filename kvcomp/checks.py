@@ -26,13 +26,15 @@ def model_is_supported(config: Any, text_config: Any) -> None:
             f"{name} stores one latent per token (MLA, kv_lora_rank={rank}) instead of keys and values per head; "
             "kvcomp cannot compress that, use transformers' DynamicCache"
         )
+    if getattr(text_config, "cross_attention_layers", None):
+        raise NotImplementedError(f"{name} has cross-attention layers; kvcomp supports self-attention only")
     if "reuse" in (getattr(text_config, "kv_sharing_modes", None) or ()):
         raise NotImplementedError(f"{name} has layers that reuse the keys of others; use transformers' DynamicCache")
 
 
 def call(cache: CompressedCache, inputs: Mapping[str, Any]) -> None:
     """Raises ValueError for a forward with these arguments that `cache` would answer wrongly."""
-    tokens = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
+    tokens = tokens_of(inputs)
     if tokens is None:
         return  # the model says so itself
     (count, new), seen, layer = tokens.shape[:2], cache.compressed[0].count.seen, cache.compressed[0]
@@ -47,14 +49,47 @@ def call(cache: CompressedCache, inputs: Mapping[str, Any]) -> None:
         )
     batch(layer, count)
     mask(inputs.get("attention_mask"), seen, new)
-    positions = inputs.get("position_ids")
-    if positions is None:
-        positions = torch.arange(seen, seen + new)[None]
-    newest = positions.reshape(-1, new)[:, -1]
-    if layer.count.prompt_open and (seen == 0 or new > 1):
+    for each in cache.compressed:
+        whole(each)
+    positions = text_positions(inputs.get("position_ids"))
+    newest = torch.full((1,), seen + new - 1) if positions is None else positions.reshape(-1, new)[:, -1]
+    if layer.count.prompt_open and (seen == 0 or new > 1) and not layer.record_past:  # drafts are no prompt
         cache.compressor.check_prompt(min(int(newest.max()) + 1, seen + new))
     if seen and new > 1:
         continues(layer, newest)
+
+
+def tokens_of(inputs: Mapping[str, Any]) -> Tensor | None:
+    """`input_ids` or `inputs_embeds`: batch and new tokens are their first axes."""
+    return inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
+
+
+def text_positions(position_ids: Tensor | None) -> Tensor | None:
+    """Positions in the text `[batch, new]`; models with several kinds of position give these first."""
+    return position_ids[0] if position_ids is not None and position_ids.ndim == 3 else position_ids
+
+
+def not_training(module: Any) -> None:
+    """Raises ValueError for a forward whose gradients the cache would cut: it stores rows without their graph."""
+    if module.training and torch.is_grad_enabled():
+        raise ValueError("a CompressedCache stores rows without gradients: call model.eval(), or use torch.no_grad()")
+
+
+def whole(layer: CompressedLayer) -> None:
+    """Raises ValueError if a compression of the layer was interrupted while it was written."""
+    if layer.torn:
+        raise ValueError(
+            f"a compression of layer {layer.layer_idx} was interrupted, its rows are lost: call cache.reset(), or load "
+            "a "
+            "saved cache"
+        )
+
+
+def length(layer: Any) -> int:
+    """Tokens that a layer has seen. Raises ValueError for a layer that cannot forget some of them again."""
+    if not hasattr(layer, "get_seq_length"):
+        raise ValueError(f"{type(layer).__name__} has no earlier state to go back to")
+    return int(layer.get_seq_length())
 
 
 def batch(layer: CompressedLayer, count: int) -> None:
@@ -126,8 +161,9 @@ def crop(layer: CompressedLayer, tokens: int) -> None:
             f"cannot crop {tokens} tokens: only the {layer.count.fresh} newest were added since the last compression; "
             + RECORD
         )
-    scored = layer.compressor.accumulates and tokens > layer.count.uncounted
-    if scored or not layer.recent_queries.can_drop(tokens):
+    tokens_observed = tokens - layer.waiting
+    scored = layer.compressor.accumulates and tokens_observed > layer.count.uncounted
+    if scored or not layer.recent_queries.can_drop(tokens_observed):
         raise ValueError(f"cannot crop {tokens} tokens: their queries have been scored or forgotten; {RECORD}")
 
 

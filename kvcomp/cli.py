@@ -104,6 +104,8 @@ def methods() -> None:
 def build_method(name: str, budget: int, protect_prompt: bool, settings: list[str]) -> Compressor | None:
     """The compressor that the options describe; None for `full`. Raises ValueError for an unknown name or setting."""
     if name == "full":
+        if settings or protect_prompt:
+            raise ValueError("--method full evicts nothing, so it takes neither --set nor --protect-prompt")
         return None
     if name not in METHODS:
         raise ValueError(f"there is no method {name!r}; choose one of {', '.join(METHODS)}, or full")
@@ -129,7 +131,11 @@ def _setting(text: str) -> tuple[str, Any]:
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise ValueError("give either --prompt or --prompt-file")
-    text = prompt_file.read_text() if prompt_file else sys.stdin.read() if prompt == "-" else prompt or ""
+    try:
+        text = prompt_file.read_text("utf-8") if prompt_file else sys.stdin.read() if prompt == "-" else prompt or ""
+        text.encode("utf-8")
+    except UnicodeError as error:
+        raise ValueError(f"{prompt_file or 'the prompt'} is not UTF-8 text: {error}") from error
     if not text.strip():
         raise ValueError("the prompt is empty")
     return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from kvcomp.storage import RowStorage
 
 RECORDED_QUERIES = 1024
 """Queries held beyond the window while drafts may be rolled back."""
-ABANDONED = 256
+ABANDONED = 64
 """Forwards without a `crop` after which recording is taken to be over, as no drafting works like that."""
 
 
@@ -64,18 +64,21 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.compressor, self.layer_idx, self.interval, self.seed, self.rotary = (
             compressor, layer_idx, interval, seed, rotary
         )  # fmt: skip
-        self.record_past = False
         self.reset()
 
     def reset(self) -> None:
         """Forgets everything."""
         self.count = Counters()
+        self.record_past = False
         self.storage = RowStorage(self.compressor.budget, self.interval, self.compressor.accumulates)
         self.prompt_end: Tensor | None = None
         self.recent_queries = RecentQueries(self.compressor.window)
         self.scaling: float | None = None
-        self.waiting = 0
+        self.waiting = 0  # tokens stored whose queries have not been seen
         self.deferred = False
+        self.torn = False  # a compression has begun to write and has not ended
+        self.given_positions: Tensor | None = None
+        self.checkpoint: tuple[Counters, Tensor | None] = Counters(), None  # as the running forward began
 
     # What transformers asks ------------------------------------------------------------------------------------------
 
@@ -123,6 +126,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         """True position of each row `[batch, kv_heads, rows]`, -1 for padding; None before the first update."""
         return self.storage.kv.positions if self.is_initialized else None
 
+    def begin(self, positions: Tensor | None, deferred: bool) -> None:
+        """Prepares for a forward: `positions` `[batch, new]` of its tokens if the model was given any."""
+        self.given_positions, self.deferred = positions, deferred
+        self.checkpoint = (replace(self.count), self.prompt_end)
+
     # Writing ---------------------------------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -150,7 +158,9 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _new_positions(self, key_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
         batch, new = key_states.shape[0], key_states.shape[2]
-        positions = kwargs.get("position_ids")
+        positions = kwargs.get("position_ids", self.given_positions)
+        if positions is None or positions.ndim != 2:
+            positions = self.given_positions
         if positions is None:
             positions = torch.arange(self.count.seen, self.count.seen + new)[None]
         return positions.to(key_states.device, torch.int32).expand(batch, new)
@@ -166,9 +176,14 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Takes the queries of the forward that `update` stored; `visible` says which rows are no padding (None:
         all)."""
         new, self.scaling = self.waiting, scaling
+        if not new:
+            raise NotImplementedError(
+                f"layer {self.layer_idx} attends twice to the rows of one update, which kvcomp does not support; use "
+                "transformers' DynamicCache"
+            )
         positions = self.storage.kv.positions
         if visible is not None and not bool(visible.all()):
-            positions.masked_fill_(~visible[:, None], PAD)
+            positions.masked_fill_((visible.cumsum(-1) == 0)[:, None], PAD)  # what is hidden on the left
             self.count.padded = True
         if self.compressor.window or self.compressor.accumulates:
             self.recent_queries.spare = self._spare_queries()
@@ -176,10 +191,9 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.count.uncounted += new if self.compressor.accumulates else 0
         self.count.forwards += 1
         self.count.uncropped += 1
-        self.record_past &= self.count.uncropped <= ABANDONED
+        self.waiting = 0
         if not self.deferred:
             self.settle()
-        self.waiting = 0
 
     def _spare_queries(self) -> int:
         if self.compressor.accumulates:
@@ -234,7 +248,9 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
             raise ValueError(
                 f"{self.compressor!r} kept {kept.rows} rows, more than its budget of {self.compressor.budget}"
             )
+        self.torn = True
         self.storage.replace(kept)
+        self.torn = False
         self.count.fresh, self.count.round = 0, self.count.round + 1
 
     # Going back, batch operations ------------------------------------------------------------------------------------
@@ -260,14 +276,19 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def remove(self, tokens: int) -> None:
         """Forgets the newest `tokens` tokens; `checks.crop` says whether that is allowed."""
-        self.waiting = 0
+        observed, self.waiting = tokens - self.waiting, 0
         self.count.seen -= tokens
         self.storage.rows -= tokens
         self.count.fresh -= tokens
-        self.count.uncounted = max(self.count.uncounted - tokens, 0)
-        self.recent_queries.drop(tokens)
+        self.count.uncounted = max(self.count.uncounted - observed, 0)
+        self.recent_queries.drop(observed)
         if self.count.prompt_open and self.storage.rows and self.prompt_end is not None:
             self.prompt_end = self.storage.kv.positions[:, 0].amax(-1) + 1
+
+    def undo(self, tokens: int) -> None:
+        """Forgets the `tokens` tokens that a forward has stored which did not end: all is as when it began."""
+        self.remove(tokens)
+        self.count, self.prompt_end = self.checkpoint
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor of the layer by `change` of it; the batch is always the first axis."""
@@ -285,4 +306,5 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these batch rows (indices or a bool mask)."""
-        self.map(lambda tensor: tensor[indices.to(tensor.device)])
+        rows = torch.as_tensor(indices)
+        self.map(lambda tensor: tensor[rows.to(tensor.device)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ class Memory:
         storages = [layer.storage.buffer for layer in cache.compressed if layer.storage.buffer is not None]
         recent = [layer.recent_queries for layer in cache.compressed]
         stock = [layer for layer in cache.layers if layer not in cache.compressed]
-        other = _nbytes(getattr(layer, name, None) for layer in stock for name in ("keys", "values"))
+        other = _nbytes(tensor for layer in stock for tensor in _held(vars(layer)))
         seen, rows = cache.compressed[0].count.seen, max(layer.storage.rows for layer in cache.compressed)
         token = sum(kv.keys[:, :, :1].nbytes + kv.values[:, :, :1].nbytes for kv in storages)
         return cls(
@@ -79,6 +79,15 @@ def size(count: int) -> str:
     while number >= 1024 and len(units) > 1:
         number, units = number / 1024, units[1:]
     return f"{number:.1f} {units[0]}" if units[0] != "B" else f"{count} B"
+
+
+def _held(value: object) -> Iterator[Tensor]:
+    """The tensors in `value`, through dicts and lists, but for the single numbers that layers keep as tensors."""
+    if isinstance(value, Tensor) and value.ndim:
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _held(part)
 
 
 def _nbytes(tensors: Iterable[Tensor | None]) -> int:

@@ -19,9 +19,10 @@ def load(
     """Model (evaluation mode, no gradients) and tokenizer.
 
     `name`: a hub id, a folder, a `.gguf` file, or `smollm2-135m`. `dtype`: a torch dtype's name, or auto (the
-    checkpoint's; float32 for GGUF). Raises ValueError if the name is none of these or the package behind it is not
-    installed.
+    checkpoint's; float32 for GGUF). Raises ValueError if the name is none of these, or the package behind it, the
+    attention or the device is not there.
     """
+    _check_device(device)
     source, settings = _locate(name)
     known = {
         "auto": torch.float32 if settings else "auto",
@@ -40,6 +41,8 @@ def load(
         raise ValueError(
             f"cannot load {name!r}: it is no local folder or .gguf file, and the hub says: {error}"
         ) from error
+    except ImportError as error:
+        raise ValueError(f"cannot load {name!r} with attention={attention!r}: {error}") from error
     return model.eval().requires_grad_(False).to(device), tokenizer
 
 
@@ -50,6 +53,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool = True) -> 
         message = [{"role": "user", "content": text}]
         return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     return tokenizer(text, return_tensors="pt")
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch raises the latter where it was built without CUDA
+        raise ValueError(f"device {device!r} is not there: {error}") from error
 
 
 def _locate(name: str) -> tuple[str, dict[str, Any]]:

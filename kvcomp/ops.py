@@ -25,9 +25,9 @@ def attention_logits(kv: KV, seen: Observed, drop: int = 0) -> Logits:
         raise ValueError("this method scores with queries, but Observed.queries is None: pass the last queries")
     older, window = kv.newest(drop), seen.queries.shape[2]
     batch, heads, rows, head_dim = older.keys.shape
-    folded = seen.queries.reshape(batch, heads, -1, head_dim)  # the query heads of a group become rows
     scaling = head_dim**-0.5 if seen.scaling is None else seen.scaling
-    logits = (folded @ older.keys.transpose(2, 3)).float().mul_(scaling).view(batch, heads, -1, window, rows)
+    folded = (seen.queries * scaling).reshape(batch, heads, -1, head_dim)  # the query heads of a group become rows
+    logits = (folded @ older.keys.transpose(2, 3)).float().view(batch, heads, -1, window, rows)
     causal = drop < window  # else every row that is left is older than every query
     if causal or seen.padded:
         visible = ~older.pads[:, :, None, :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -57,8 +58,10 @@ class RecentQueries:
         stay = min(self.count, self.window + self.spare - new)
         self.forgot |= stay < self.count
         size = max(self.window + 2 * self.usual_spare, stay + new + self.usual_spare)
-        buffer = queries.new_empty(*queries.shape[:2], size, queries.shape[3])
-        buffer_positions = positions.new_empty(positions.shape[0], size)
+        with torch.inference_mode(False):  # else the buffer could not be written outside of the mode
+            shape = (*queries.shape[:2], size, queries.shape[3])
+            buffer = torch.empty(shape, dtype=queries.dtype, device=queries.device)
+            buffer_positions = torch.empty(len(positions), size, dtype=positions.dtype, device=positions.device)
         if stay:
             buffer[:, :, :stay] = self.queries[:, :, self.count - stay :]
             buffer_positions[:, :stay] = self.positions[:, self.count - stay :]

@@ -30,7 +30,9 @@ def to_settings(compressor: Compressor) -> dict[str, Any]:
     if not dataclasses.is_dataclass(compressor):
         raise ValueError(f"cannot save the settings of {compressor!r}: it is no dataclass")
     fields = {field.name: getattr(compressor, field.name) for field in dataclasses.fields(compressor) if field.init}
-    return {"method": type(compressor).__name__, **fields}
+    method = type(compressor)
+    own = getattr(evict, method.__name__, None) is method
+    return {"method": method.__name__ if own else f"{method.__module__}.{method.__qualname__}", **fields}
 
 
 def from_settings(settings: dict[str, Any]) -> Compressor:
@@ -46,17 +48,11 @@ def from_settings(settings: dict[str, Any]) -> Compressor:
     return method(**fields)
 
 
-def model_shape(config: Any) -> dict[str, Any]:
+def model_shape(config: Any, dtype: torch.dtype) -> dict[str, Any]:
     """What must be equal for a cache to fit a model."""
-    names = (
-        "model_type",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "hidden_size",
-        "vocab_size",
-    )
-    return {name: getattr(config, name, None) for name in names}
+    names = ["model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    shape = {name: getattr(config, name, None) for name in [*names, "hidden_size", "vocab_size"]}
+    return {**shape, "dtype": str(dtype)}
 
 
 def write(cache: CompressedCache, path: str | os.PathLike[str]) -> None:
@@ -107,12 +103,13 @@ def restore(
         elif parts:
             layer.lazy_initialization(parts["keys"], parts["values"])
             layer.keys, layer.values = parts["keys"], parts["values"]
-            if "cumulative_length" in fields:
-                layer.cumulative_length = fields["cumulative_length"]
+            for name, value in fields.items():
+                setattr(layer, name, value)
 
 
 def _compressed_state(layer: CompressedLayer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    fields = {"count": dataclasses.asdict(layer.count), "scaling": layer.scaling, "forgot": layer.recent_queries.forgot}
+    fields = {name: getattr(layer, name) for name in ("scaling", "record_past")}
+    fields |= {"count": dataclasses.asdict(layer.count), "forgot": layer.recent_queries.forgot}
     if not layer.is_initialized:
         return {}, fields
     parts = {name: tensor for name, tensor in vars(layer.storage.kv).items() if tensor is not None}
@@ -124,7 +121,8 @@ def _compressed_state(layer: CompressedLayer) -> tuple[dict[str, Tensor], dict[s
 
 
 def _restore_compressed(layer: CompressedLayer, fields: dict[str, Any], parts: dict[str, Tensor]) -> None:
-    layer.count, layer.scaling = Counters(**fields["count"]), fields["scaling"]
+    layer.count = Counters(**fields["count"])
+    layer.scaling, layer.record_past = fields["scaling"], fields["record_past"]
     if "keys" not in parts:
         return
     layer.storage.replace(KV(parts["keys"], parts["values"], parts["positions"], parts.get("mass")))
@@ -140,7 +138,8 @@ def _stock_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise NotImplementedError(
             f"cannot save a cache with layers of {type(layer).__name__}: only attention layers are supported"
         )
-    fields = {"cumulative_length": layer.cumulative_length} if hasattr(layer, "cumulative_length") else {}
+    names = ("cumulative_length", "record_past")
+    fields = {name: getattr(layer, name) for name in names if hasattr(layer, name)}
     if not isinstance(layer.keys, torch.Tensor):
         return {}, fields
     return {"keys": layer.keys, "values": layer.values}, fields

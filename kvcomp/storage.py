@@ -37,7 +37,9 @@ class RowStorage:
         """Capacity of a buffer made for `rows` rows."""
         if self.budget is None:
             return rows + max(self.interval, rows // 8)
-        return max(rows, self.budget + self.interval)
+        usual = self.budget + self.interval
+        # A prompt gets what it needs. What grows beyond the usual size later grows step by step, while drafting.
+        return max(rows + (self.interval if self.buffer is not None and rows > usual else 0), usual)
 
     def reserve(self, keys: Tensor, values: Tensor) -> None:
         """Makes room for as many rows as `keys` `[batch, kv_heads, new, head_dim]` has."""
@@ -72,12 +74,13 @@ class RowStorage:
 
     def _empty(self, keys: Tensor, values: Tensor, rows: int) -> KV:
         batch, heads = keys.shape[:2]
-        return KV(
-            keys.new_empty(batch, heads, rows, keys.shape[-1]),
-            values.new_empty(batch, heads, rows, values.shape[-1]),
-            torch.empty(batch, heads, rows, dtype=torch.int32, device=keys.device),
-            torch.empty(batch, heads, rows, device=keys.device) if self.with_mass else None,
-        )
+        with torch.inference_mode(False):  # else the buffer could not be written outside of the mode
+            return KV(
+                torch.empty(batch, heads, rows, keys.shape[-1], dtype=keys.dtype, device=keys.device),
+                torch.empty(batch, heads, rows, values.shape[-1], dtype=values.dtype, device=values.device),
+                torch.empty(batch, heads, rows, dtype=torch.int32, device=keys.device),
+                torch.empty(batch, heads, rows, device=keys.device) if self.with_mass else None,
+            )
 
     def _write(self, start: int, kv: KV) -> None:
         assert self.buffer is not None

@@ -207,6 +207,38 @@ def test_crop_then_go_on_equals_never_drafted():
             torch.testing.assert_close(*queries, rtol=1e-4, atol=1e-4)  # 5 or 8 tokens at once round differently
 
 
+def test_crop_of_an_empty_cache_does_nothing():
+    cache = CompressedCache(tiny("gemma3"), SMALL)
+    cache.crop(0)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_cache_filled_under_inference_mode_goes_on_without_it():
+    model, ids = tiny(), tokens(1, 80)
+    cache, other = (CompressedCache(model, SMALL, interval=8) for _ in range(2))
+    with torch.inference_mode():
+        model(ids[:, :43], cache=cache)
+    model(ids[:, :43], cache=other)
+    with torch.enable_grad():
+        for step in range(43, 80):
+            token = ids[:, step, None]
+            assert torch.equal(model(token, cache=cache).logits, model(token, cache=other).logits)
+
+
+def test_a_model_loaded_with_the_name_of_our_attention_works_in_a_new_process(tmp_path):
+    model = tiny()
+    CompressedCache(model, SMALL)
+    torch.save(model, tmp_path / "model.pt")
+    run_python(f"""
+import torch
+from support import tokens
+from kvcomp import CompressedCache
+from kvcomp.evict import VaSE
+model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+model(tokens(1, 40), cache=CompressedCache(model, VaSE(128)))
+""")
+
+
 def test_reset_equals_a_fresh_cache():
     model, ids = tiny("gemma3"), tokens(1, 80)
     cache = CompressedCache(model, SMALL, interval=8)

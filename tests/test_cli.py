@@ -57,7 +57,8 @@ def test_the_same_seed_gives_the_same_sample_and_another_one_does_not(folder):
 @pytest.mark.parametrize("method", [*METHODS, "full"])
 def test_every_method_runs_and_room_for_all_gives_the_full_answer(folder, method):
     common = ["--model", folder, "--prompt", words(10), "--max-new-tokens", "20"]
-    result = run(*common, "--method", method, "--budget", "256", "--protect-prompt")
+    protected = [] if method == "full" else ["--protect-prompt"]
+    result = run(*common, "--method", method, "--budget", "256", *protected)
     assert result.exit_code == 0, result.output
     assert result.stdout == run(*common, "--method", "full").stdout
 
@@ -90,6 +91,8 @@ def test_a_prompt_from_a_file_and_from_stdin(folder, tmp_path):
         ([], "either --prompt or --prompt-file"),
         (["--prompt", words(200), "--budget", "150", "--protect-prompt"], "prompt of 200 tokens"),
         (["--prompt", "w1", "--interval", "0"], "interval must be an int of at least 1, got 0"),
+        (["--prompt", "w1", "--device", "cuda:99"], "device 'cuda:99' is not there"),
+        (["--prompt", "w1", "--method", "full", "--set", "window=3"], "neither --set nor --protect-prompt"),
     ],
 )
 def test_mistakes_end_with_two_and_one_plain_line(folder, arguments, message):
@@ -97,6 +100,13 @@ def test_mistakes_end_with_two_and_one_plain_line(folder, arguments, message):
     assert result.exit_code == 2 and result.stdout == ""
     assert message in result.stderr.replace("\n", " ")
     assert "Traceback" not in result.stderr
+
+
+def test_a_prompt_that_is_no_text(folder, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(b"\xff\xfe\x00w")
+    result = run("--model", folder, "--prompt-file", str(path))
+    assert result.exit_code == 2 and "prompt.txt is not UTF-8" in result.stderr.replace("\n", "")
 
 
 def test_a_model_that_is_not_there(tmp_path):

@@ -67,6 +67,20 @@ def test_a_wrong_call_is_refused_and_changes_nothing(running, name):
     assert not computed  # no layer has run
 
 
+def test_the_decoder_called_with_positional_arguments_is_checked_too(running):
+    model, cache = running
+    before = state(cache)
+    with pytest.raises(ValueError, match="left padding"):
+        model.model(tokens(2, 5), (torch.arange(48) < 46).expand(2, 48), cache=cache)
+    assert_unchanged(before, cache)
+
+
+def test_training_through_the_cache_is_refused():
+    model = tiny().train().requires_grad_(True)
+    with torch.enable_grad(), pytest.raises(ValueError, match="without gradients.*model.eval"):
+        model(tokens(1, 40), cache=CompressedCache(model, SMALL))
+
+
 def test_use_cache_false_in_generate_is_refused_in_every_family():
     for family in ("qwen3", "gemma3", "gpt_oss"):
         model = tiny(family)
@@ -205,6 +219,9 @@ from kvcomp.evict import VaSE
 for build, error, message in (
     (lambda: VaSE(512, scorer="attention"), ValueError, "attnv.*dkv.*'attention'"),
     (lambda: VaSE(512, magnitude="l1"), ValueError, "'l1'"),
+    (lambda: VaSE(512, stochastic="no"), ValueError, "stochastic must be a bool, got 'no'"),
+    (lambda: VaSE(512, temperature="hot"), ValueError, "temperature must be a float, got 'hot'"),
+    (lambda: CompressedCache(tiny(), VaSE(512), seed=None), ValueError, "seed must be an int, got None"),
     (lambda: VaSE(512.0), ValueError, "must be an int, got 512.0"),
     (lambda: CompressedCache(tiny(), 512), TypeError, "no Compressor"),
     (lambda: VaSE(512) | 3, TypeError, "no Compressor"),

@@ -11,7 +11,7 @@ from support import FAMILIES, generate, left_padded, tiny, tokens
 from transformers import DynamicCache, TextStreamer
 
 from kvcomp import CompressedCache
-from kvcomp.evict import H2O, VaSE
+from kvcomp.evict import H2O, Random, VaSE
 
 ROOMY = VaSE(budget=256)
 MODES = {
@@ -123,6 +123,27 @@ def test_drafting_compresses_and_stays_bounded(method):
     assert out.shape[1] == 148 and layer.count.round >= 10
     assert cache.get_seq_length() == 147 and layer.storage.rows < 24 + 8
     assert layer.storage.capacity <= 24 + 8 + 5
+
+
+def test_memory_is_bounded_again_after_drafting_and_after_a_reset():
+    model, ids = tiny("gemma3"), tokens(1, 6).repeat(1, 8)
+    cache = CompressedCache(model, VaSE(24, sinks=2, recent=4, window=4), interval=8)
+    text = generate(model, ids, new=40, cache=cache, prompt_lookup_num_tokens=4)
+    generate(model, text, new=100, cache=cache)
+    assert cache.compressed[0].storage.capacity == 32
+    assert all(layer.keys.shape[2] <= 8 for layer in cache.layers if layer.is_sliding)
+    cache.activate_past_recording()
+    cache.reset()
+    model(tokens(1, 400), cache=cache)
+    assert cache.compressed[0].storage.capacity == 32
+
+
+@pytest.mark.parametrize("settings", [{"prompt_lookup_num_tokens": 4}, {}])
+def test_drafts_do_not_count_as_prompt(settings):
+    model, ids = tiny(), tokens(1, 6).repeat(1, 4)
+    cache = CompressedCache(model, Random(34, sinks=2, recent=4, protect_prompt=True), interval=8)
+    generate(model, ids, new=60, cache=cache, **settings)
+    assert (cache.compressed[0].positions[:, :, :24] == torch.arange(24)).all()
 
 
 def test_recording_ends_when_nobody_crops():

@@ -47,6 +47,18 @@ def test_the_file_holds_true_positions_and_only_rows_in_use(tmp_path):
     assert tensors["0.keys"].shape == (2, 2, cache.compressed[0].storage.rows, 16)
 
 
+def test_drafts_can_be_rolled_back_after_loading(tmp_path):
+    model, path = tiny(), tmp_path / "cache.safetensors"
+    cache = filled(model)
+    cache.activate_past_recording()
+    cache.save(path)
+    loaded = CompressedCache.load(path, model)
+    for each in (cache, loaded):
+        model(tokens(2, 15), cache=each)
+        each.crop(-9)
+    assert all(torch.equal(a.positions, b.positions) for a, b in zip(cache.compressed, loaded.compressed, strict=True))
+
+
 def test_an_empty_cache_can_be_saved(tmp_path):
     model, path = tiny(), tmp_path / "cache.safetensors"
     CompressedCache(model, SMALL).save(path)
@@ -64,6 +76,8 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     filled(model).save(path)
     with pytest.raises(ValueError, match="num_hidden_layers.*3"):
         CompressedCache.load(path, tiny(layers=3))
+    with pytest.raises(ValueError, match="float32.*bfloat16"):
+        CompressedCache.load(path, tiny(dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="pass the same settings"):
         CompressedCache.load(path, model, Random(100))
     torn = tmp_path / "torn.safetensors"
@@ -82,12 +96,12 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
 
 
 def test_a_method_of_ones_own_is_passed_again(tmp_path):
-    class Mine(Random):
+    class VATP(Random):  # the name of one of kvcomp's, but another class
         pass
 
-    model, path, mine = tiny(), tmp_path / "cache.safetensors", Mine(24, sinks=2, recent=4)
+    model, path, mine = tiny(), tmp_path / "cache.safetensors", VATP(24, sinks=2, recent=4)
     filled(model, mine).save(path)
-    with pytest.raises(ValueError, match="'Mine' is no method of kvcomp: pass the compressor"):
+    with pytest.raises(ValueError, match="VATP' is no method of kvcomp: pass the compressor"):
         CompressedCache.load(path, model)
     assert CompressedCache.load(path, model, mine).get_seq_length() == 51
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -91,7 +91,16 @@ class ScoreEvictor(Composable, ABC):
             )
 
     def require(self, **least: int) -> None:
-        """Raise ValueError if a field is below its least value."""
+        """Raise ValueError if a flag is no bool, a number is no number, or an integer field is below its least
+        value."""
+        for setting in fields(self):
+            value, kind = getattr(self, setting.name), type(setting.default)
+            wrong = kind is bool and not isinstance(value, bool)
+            wrong |= (
+                kind is float and value is not None and (isinstance(value, bool) or not isinstance(value, int | float))
+            )
+            if wrong:
+                raise ValueError(f"{type(self).__name__}: {setting.name} must be a {kind.__name__}, got {value!r}")
         for name, minimum in least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
