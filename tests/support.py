@@ -21,6 +21,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from kvcomp import CompressedCache
+
 VOCABULARY = 97
 SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -93,7 +95,7 @@ class MaskedOracle:
     evicted."""
 
     def __init__(self, model):
-        self.model, self.masks = model, {}
+        self.model, self.masks, self.pads = model, {}, None
         self.cache, self.seen = DynamicCache(config=model.config), 0
         for index, layer in enumerate(model.get_decoder().layers):
             layer.self_attn.register_forward_pre_hook(functools.partial(self._swap, index), with_kwargs=True)
@@ -103,22 +105,64 @@ class MaskedOracle:
             kwargs["attention_mask"] = self.masks[index]
         return args, kwargs
 
-    def step(self, ids, kept):
+    def step(self, ids, kept, **inputs):
         """Logits for `ids` `[batch, new]`; `kept`: by layer, positions `[batch, kv_heads, rows]` visible besides the
         new tokens."""
         batch, new = ids.shape
         total, group = self.seen + new, self.model.config.num_attention_heads // self.model.config.num_key_value_heads
         causal = torch.arange(total) <= torch.arange(self.seen, total)[:, None]
         for index, positions in kept.items():
+            if self.pads is not None:
+                positions = torch.where(positions < 0, -1, positions + self.pads[:, None, None])
             visible = torch.zeros(*positions.shape[:2], total + 1, dtype=torch.bool)
             visible.scatter_(2, positions.long() % (total + 1), True)  # padding, -1, lands in the extra column
             visible = visible[:, :, :total]
             visible[:, :, self.seen :] = True
+            if self.pads is not None:
+                visible &= (torch.arange(total) >= self.pads[:, None])[:, None]
             shown = (visible[:, :, None] & causal).repeat_interleave(group, dim=1)
             lowest = torch.finfo(self.model.dtype).min
             self.masks[index] = torch.zeros(shown.shape, dtype=self.model.dtype).masked_fill(~shown, lowest)
         self.seen = total
-        return self.model(ids, cache=self.cache).logits
+        return self.model(ids, cache=self.cache, **inputs).logits
+
+
+class WitnessedCache(CompressedCache):
+    """A CompressedCache beside which an oracle runs: `errors` has the largest relative error of every forward."""
+
+    def __init__(self, model, reference, *settings, **more):
+        super().__init__(model, *settings, **more)
+        self.oracle, self.errors = MaskedOracle(reference), []
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.register_forward_hook(self._after, with_kwargs=True)
+
+    def _before(self, module, args, inputs):
+        self.kept = kept_positions(self)
+
+    def _after(self, module, args, inputs, output):
+        ids, new = inputs["input_ids"], output.logits.shape[1]
+        mask = inputs.get("attention_mask")
+        if self.oracle.pads is None or mask is not None:  # a prompt in chunks shows its padding bit by bit
+            self.oracle.pads = torch.zeros(len(ids), dtype=torch.long) if mask is None else (mask == 0).sum(-1)
+            self.kept = {index: rows.expand(len(ids), -1, -1) for index, rows in self.kept.items()}
+        passed = {name: inputs.get(name) for name in ("position_ids", "attention_mask")}
+        reference = self.oracle.step(ids, self.kept, **passed)[:, -new:]
+        real = torch.arange(self.oracle.seen - new, self.oracle.seen) >= self.oracle.pads[:, None]
+        self.errors.append(float(((output.logits - reference).abs().amax(-1) * real).max() / reference.abs().max()))
+
+    def reorder_cache(self, beam_idx):
+        super().reorder_cache(beam_idx)
+        self.oracle.cache.reorder_cache(beam_idx)
+        self.oracle.pads = self.oracle.pads[beam_idx]
+
+    def crop(self, tokens_to_remove):
+        super().crop(tokens_to_remove)
+        self.oracle.cache.crop(tokens_to_remove)
+        self.oracle.seen += tokens_to_remove
+
+    def activate_past_recording(self):
+        super().activate_past_recording()
+        self.oracle.cache.activate_past_recording()
 
 
 def kept_positions(cache):

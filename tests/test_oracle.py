@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from support import FAMILIES, MaskedOracle, kept_positions, relative_error, tiny, tokens
+from support import (
+    FAMILIES,
+    MaskedOracle,
+    WitnessedCache,
+    generate,
+    kept_positions,
+    left_padded,
+    relative_error,
+    tiny,
+    tokens,
+)
 
 from kvcomp import CompressedCache
 from kvcomp.evict import H2O, RKV, TOVA, KeyNorm, Random, VaSE
@@ -59,3 +69,32 @@ def test_the_oracle_notices_a_wrong_kept_set():
     wrong[0] = wrong[0].where(wrong[0] != wrong[0][0, 0, 10], 39)  # one row of one layer goes missing
     logits = model(text[:, 40:], cache=cache).logits
     assert relative_error(logits, oracle.step(text[:, 40:], wrong)) > 1e-3
+
+
+GENERATIONS = {
+    "greedy": {},
+    "several sequences": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 3},
+    "chunked prefill": {"prefill_chunk_size": 7},
+    "drafting": {"prompt_lookup_num_tokens": 4},
+    "assistant": {"assistant_model": True},
+}
+
+
+@pytest.mark.parametrize("mode", GENERATIONS)
+@pytest.mark.parametrize("lengths", [[40], [40, 23]], ids=["one text", "padded batch"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+def test_every_forward_of_generate_equals_the_oracle(family, lengths, mode):
+    if mode in ("drafting", "assistant") and len(lengths) > 1:
+        lengths = [40]  # transformers drafts for one text only: once more, with the prompt repeating itself
+    settings = dict(GENERATIONS[mode])
+    if "assistant_model" in settings:
+        settings["assistant_model"] = tiny(family)
+    torch.manual_seed(0)
+    ids, mask = left_padded(lengths)
+    ids = ids if mode != "drafting" else ids[:, :10].repeat(1, 4)
+    model = tiny(family)
+    cache = WitnessedCache(model, tiny(family), ATTNV, interval=8)
+    generate(model, ids, mask, new=60, cache=cache, **settings)
+    assert max(cache.errors) < 1e-5
+    assert cache.compressed[0].count.round >= (3 if mode == "assistant" else 5)  # all its drafts are accepted

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support import MaskedOracle, generate, left_padded, relative_error, tiny, tokens
+from support import MaskedOracle, WitnessedCache, generate, left_padded, relative_error, tiny, tokens
 
 from kvcomp import CompressedCache
 from kvcomp.evict import H2O, TOVA, ExpectedAttention, Random, SnapKV, VaSE
@@ -86,6 +86,14 @@ def test_each_row_equals_the_oracle_of_that_row_alone(family, attention, chunk, 
 
 def _without_padding(positions, shift):
     return torch.where(positions == -1, -1, positions - shift)[None]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_padded_batch_equals_the_oracle_with_every_kind_of_method(method):
+    model, (ids, mask) = tiny(), left_padded(LENGTHS)
+    cache = WitnessedCache(model, tiny(), method, interval=8)
+    generate(model, ids, mask, new=60, cache=cache)
+    assert max(cache.errors) < 1e-5 and cache.compressed[0].count.round >= 7
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
