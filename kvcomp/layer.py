@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcomp import checks, ops
 from kvcomp.core import PAD, Compressor, Observed
+from kvcomp.counters import Counters
 from kvcomp.queries import RecentQueries
 from kvcomp.rotary import Rotary
 from kvcomp.storage import RowStorage
@@ -21,28 +22,6 @@ RECORDED_QUERIES = 1024
 """Queries held beyond the window while drafts may be rolled back."""
 ABANDONED = 64
 """Forwards without a `crop` after which recording is taken to be over, as no drafting works like that."""
-
-
-@dataclass
-class Counters:
-    """The integers of a layer: they travel with its tensors when it is saved."""
-
-    seen: int = 0
-    """Tokens seen, padding included."""
-    fresh: int = 0
-    """Rows added since the last compression."""
-    round: int = 0
-    """Compressions so far."""
-    uncounted: int = 0
-    """Newest queries that `mass` does not include yet."""
-    prompt_open: bool = True
-    """Whether the next multi-token forward still belongs to the prompt."""
-    padded: bool = False
-    """Whether some stored row or recent query may be padding."""
-    forwards: int = 0
-    """Forwards so far."""
-    uncropped: int = 0
-    """Forwards since the last `crop`."""
 
 
 class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]

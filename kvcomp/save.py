@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvcomp import evict
 from kvcomp.core import KV, Compressor
-from kvcomp.layer import CompressedLayer, Counters
+from kvcomp.counters import Counters
+from kvcomp.layer import CompressedLayer
 from kvcomp.pipeline import Pipeline
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ class ScoreEvictor(Composable, ABC):
     """Keeps `budget` rows per batch row and KV head: the pinned ones, then the best scores, in time order.
 
     Padding leaves first. Pinned: the first `sinks` tokens, the `recent` newest ones, and with `protect_prompt` every
-    prompt token. Exact ties go to the newer token. A subclass gives `score`, and says with `window` how many queries it
-    wants.
+    token of the first prompt: what is fed before the first single-token forward. Exact ties go to the newer token. A
+    subclass gives `score`, and says with `window` how many queries it wants.
 
     Raises ValueError for a budget that the pinned rows fill, sizes below zero, a prompt that does not fit, NaN scores.
     """
