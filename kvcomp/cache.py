@@ -25,9 +25,10 @@ class CompressedCache(Cache):  # type: ignore[misc]
     new tokens have gathered, so a layer stores at most `budget + interval` rows. Sliding-window and linear layers keep
     transformers' own cache layers. Positions go on counting every token, as the model expects. `seed` fixes all noise.
 
-    The model is set to kvcomp's attention function (`kvcomp.attention.install`); other caches on it work as before.
-    One cache serves one text (or batch): call `reset()` before another. While drafts are rolled back (assisted decoding,
-    prompt lookup) nothing is compressed before they are accepted, so a long prompt is held whole until the first `crop`.
+    The model is set to kvcomp's attention function (`kvcomp.attention.install`); other caches on it work as before. One
+    cache serves one text (or batch): call `reset()` before another. While drafts are rolled back (assisted decoding,
+    prompt lookup) nothing is compressed before they are accepted, so a long prompt is held whole until the first
+    `crop`.
 
     Raises TypeError if `compressor` is no Compressor; ValueError for an interval below 1, a model without
     full-attention layers or one whose attention cannot be set; NotImplementedError for encoder-decoder models, latent
