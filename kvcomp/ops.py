@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -48,7 +50,27 @@ def window_attention(logits: Logits, seen: Observed) -> HeadScore:
 
 def attention_score(kv: KV, seen: Observed, drop: int = 0) -> HeadScore:
     """Mean over the window of `softmax_rows(scaling * q . k)`, per query head; the `drop` newest rows are left out."""
-    return window_attention(attention_logits(kv, seen, drop), seen)
+    return torch.cat([_attention_score(*heads, drop) for heads in _by_heads(kv, seen)], dim=1)
+
+
+def _attention_score(kv: KV, seen: Observed, drop: int) -> HeadScore:
+    logits = attention_logits(kv, seen, drop)
+    every_query_sees_every_row = drop >= logits.shape[3] and not seen.padded
+    return logits.softmax(-1).mean(3) if every_query_sees_every_row else window_attention(logits, seen)
+
+
+def _by_heads(kv: KV, seen: Observed, at_once: int = 1 << 20) -> Iterator[tuple[KV, Observed]]:
+    """On CPU as many KV heads at a time as make `at_once` logits, which then stay in its cache; elsewhere all."""
+    heads = kv.keys.shape[1]
+    if seen.queries is None or kv.keys.device.type != "cpu":
+        yield kv, seen
+        return
+    grouped = seen.queries.unflatten(1, (heads, -1))
+    step = max(1, at_once // (grouped[:, 0, :, :, 0].numel() * kv.rows))
+    for start in range(0, heads, step):
+        part = slice(start, start + step)
+        rows = KV(kv.keys[:, part], kv.values[:, part], kv.positions[:, part])
+        yield rows, replace(seen, queries=grouped[:, part].flatten(1, 2))
 
 
 def attention_mass(kv: KV, seen: Observed, block: int = 128) -> Score:

@@ -12,6 +12,7 @@ def test_the_speed_benchmark_times_every_variant_and_its_compressions():
     full, kept, *methods = rows
     assert [row["variant"] for row in rows] == [decode_speed.FULL, decode_speed.KEPT, "vase-attnv", "random"]
     assert sum(turns) == 4 * 80
+    assert all(row["budget"] is None or row["ms_compression"] > 0 for row in rows)
     token = 2 * decode_speed.LAYERS * decode_speed.KV_HEADS * decode_speed.HEAD_DIM * 4
     assert full["kv_bytes"] == (256 + 82) * token
     for row in methods:

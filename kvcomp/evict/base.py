@@ -114,5 +114,10 @@ class ScoreEvictor(Composable, ABC):
 
 def best(score: Score, count: int) -> Kept:
     """Ascending indices of the `count` highest scores per head; among equal ones the newest (last) rows."""
+    return ranked(score, count).sort(dim=-1).values
+
+
+def ranked(score: Score, count: int) -> Kept:
+    """The same indices, highest score first."""
     newest_first = score.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :count]
-    return (score.shape[-1] - 1 - newest_first).sort(dim=-1).values
+    return score.shape[-1] - 1 - newest_first

@@ -9,7 +9,7 @@ import torch
 
 from kvcomp import ops
 from kvcomp.core import KV, Observed, Score
-from kvcomp.evict.base import ScoreEvictor, best
+from kvcomp.evict.base import ScoreEvictor, ranked
 from kvcomp.evict.curdkv import gaussian_sketch, key_value_leverage
 
 
@@ -76,7 +76,7 @@ class VaSE(ScoreEvictor):
             return score
         magnitude = ops.value_magnitude(kv, self.magnitude)
         candidates = magnitude.masked_fill(self.pinned(kv, seen) | kv.pads, -torch.inf)
-        largest = best(candidates, min(count, kv.rows))
+        largest = ranked(candidates, min(count, kv.rows))
         # Above every other score, yet ordered by magnitude in case a protected prompt leaves fewer rows than `count`.
         above = score.nan_to_num(0.0).amax(-1, keepdim=True).clamp_min(0.0) + 1.0
         return score.scatter(2, largest, above + candidates.gather(2, largest).clamp_min(0.0))
