@@ -53,8 +53,7 @@ def install(model: PreTrainedModel) -> None:
     if not model._can_set_attn_implementation():
         raise ValueError(
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so kvcomp "
-            "cannot "
-            "see its queries: use a model class of transformers itself (trust_remote_code=False)"
+            "cannot see its queries: use a model class of transformers itself (trust_remote_code=False)"
         )
     model.set_attn_implementation(NAMES[current])
 
@@ -65,8 +64,7 @@ def check_installed(decoder: nn.Module) -> None:
     if current not in NAMES.values():
         raise ValueError(
             f"the model now runs attention {current!r}, which tells the cache nothing: build the CompressedCache after "
-            "the "
-            "last call of set_attn_implementation()"
+            "the last call of set_attn_implementation()"
         )
 
 

@@ -53,8 +53,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         if not any(isinstance(layer, CompressedLayer) for layer in layers):
             raise ValueError(
                 f"{config.model_type} has no full-attention layer to compress (its layers: "
-                f"{sorted(set(layer_types))}); "
-                "use transformers' DynamicCache"
+                f"{sorted(set(layer_types))}); use transformers' DynamicCache"
             )
         attention.install(model)
         _guard(model)
@@ -163,8 +162,9 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
     def _settle(self) -> None:
         waiting = [layer for layer in self.compressed if layer.deferred]
-        for layer in waiting:
-            layer.due()  # raises, if it must, before any layer has changed
+        for layer in waiting:  # raises, if it must, before any layer has changed
+            if layer.due():
+                checks.finite(layer)
         for layer in waiting:
             layer.settle()
             layer.deferred = False

@@ -80,8 +80,7 @@ def whole(layer: CompressedLayer) -> None:
     if layer.torn:
         raise ValueError(
             f"a compression of layer {layer.layer_idx} was interrupted, its rows are lost: call cache.reset(), or load "
-            "a "
-            "saved cache"
+            "a saved cache"
         )
 
 
@@ -113,8 +112,8 @@ def mask(attention_mask: Any, seen: int, new: int) -> None:
     if new > 1 and bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any()):
         raise ValueError(
             "attention_mask has a 0 after a 1: only left padding is supported, as evicted rows leave no column to "
-            "hide. "
-            "Set tokenizer.padding_side='left'; if you passed no mask, generate() made one from the pad tokens in your "
+            "hide. Set tokenizer.padding_side='left'; if you passed no mask, generate() made one from the pad tokens "
+            "in your "
             "text: pass it"
         )
 
@@ -134,8 +133,8 @@ def observed(layer: CompressedLayer) -> None:
     if layer.waiting:
         raise ValueError(
             f"layer {layer.layer_idx} stored {layer.waiting} tokens, but its attention function never saw them: the "
-            "model "
-            "no longer runs kvcomp's attention. Build the CompressedCache after the last set_attn_implementation()"
+            "model no longer runs kvcomp's attention. Build the CompressedCache after the last "
+            "set_attn_implementation()"
         )
 
 

@@ -61,7 +61,7 @@ class KV:
         mass = None if self.mass is None else self.mass[index]
         return KV(self.keys[index], self.values[index], self.positions[index], mass)
 
-    def newest(self, skip: int) -> KV:
+    def without_newest(self, skip: int) -> KV:
         """A view without the `skip` newest rows."""
         rows = self.rows - skip
         mass = None if self.mass is None else self.mass[:, :, :rows]

@@ -184,6 +184,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._recording():
             return
         due = self.due()
+        if due and not self.deferred:  # else the cache has checked all layers before the first one changes
+            checks.finite(self)
         if self.compressor.accumulates and (due or self.count.uncounted >= self.interval):
             self._accumulate()
         if due:
@@ -191,14 +193,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.recent_queries.trim(self.count.uncounted)
 
     def due(self) -> bool:
-        """Whether `settle` would compress. Raises ValueError if it would, but rows or queries are not finite."""
+        """Whether `settle` would compress."""
         budget, rows, count = self.compressor.budget, self.storage.rows, self.count
         if budget is None or self._recording():
             return False
-        if rows >= budget + self.interval or (count.forwards == 1 and count.round == 0 and rows > budget):
-            checks.finite(self)
-            return True
-        return False
+        return rows >= budget + self.interval or (count.forwards == 1 and count.round == 0 and rows > budget)
 
     def _recording(self) -> bool:
         return self.record_past and self.count.uncropped > 0

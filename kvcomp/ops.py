@@ -25,7 +25,7 @@ def attention_logits(kv: KV, seen: Observed, drop: int = 0) -> Logits:
     """
     if seen.queries is None:
         raise ValueError("this method scores with queries, but Observed.queries is None: pass the last queries")
-    older, window = kv.newest(drop), seen.queries.shape[2]
+    older, window = kv.without_newest(drop), seen.queries.shape[2]
     batch, heads, rows, head_dim = older.keys.shape
     scaling = head_dim**-0.5 if seen.scaling is None else seen.scaling
     folded = (seen.queries * scaling).reshape(batch, heads, -1, head_dim)  # the query heads of a group become rows
@@ -41,11 +41,16 @@ def attention_logits(kv: KV, seen: Observed, drop: int = 0) -> Logits:
 
 def window_attention(logits: Logits, seen: Observed) -> HeadScore:
     """Softmax over the rows, mean over the queries that are tokens and see a row. NaN logits stay NaN."""
-    blind = logits.amax(-1, keepdim=True) == -torch.inf
-    if seen.padded and seen.query_positions is not None:
-        blind = blind | (seen.query_positions < 0)[:, None, None, :, None]
-    weights = logits.softmax(-1).masked_fill_(blind, 0.0)
+    weights, blind = _softmax(logits, seen.query_positions if seen.padded else None)
     return weights.sum(3) / (~blind).sum(3).clamp_min(1)
+
+
+def _softmax(logits: Logits, query_positions: Tensor | None) -> tuple[Logits, Tensor]:
+    """Softmax over the rows, and which queries are blind: they see no row, or are padding. Their weights are 0."""
+    blind = logits.amax(-1, keepdim=True) == -torch.inf
+    if query_positions is not None:
+        blind = blind | (query_positions < 0)[:, None, None, :, None]
+    return logits.softmax(-1).masked_fill_(blind, 0.0), blind
 
 
 def attention_score(kv: KV, seen: Observed, drop: int = 0) -> HeadScore:
@@ -81,8 +86,7 @@ def attention_mass(kv: KV, seen: Observed, block: int = 128) -> Score:
     for start in range(0, seen.queries.shape[2], block):
         part = slice(start, start + block)
         logits = attention_logits(kv, Observed(seen.queries[:, :, part], positions[:, part], seen.scaling))
-        blind = (logits.amax(-1, keepdim=True) == -torch.inf) | (positions[:, part] < 0)[:, None, None, :, None]
-        mass += logits.softmax(-1).masked_fill_(blind, 0.0).sum(3).mean(2)
+        mass += _softmax(logits, positions[:, part])[0].sum(3).mean(2)
     return mass
 
 

@@ -26,7 +26,7 @@ class RowStorage:
     def kv(self) -> KV:
         """View of the rows in use."""
         assert self.buffer is not None, "no rows yet"
-        return self.buffer.newest(self.buffer.rows - self.rows)
+        return self.buffer.without_newest(self.buffer.rows - self.rows)
 
     @property
     def capacity(self) -> int:
@@ -47,7 +47,7 @@ class RowStorage:
         if self.buffer is None or rows > self.capacity:
             old, self.buffer = self.buffer, self._empty(keys, values, self.wanted(rows))
             if old is not None:
-                self._write(0, old.newest(old.rows - self.rows))
+                self._write(0, old.without_newest(old.rows - self.rows))
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         """Adds rows behind the others; `positions` `[batch, new]`."""

@@ -60,9 +60,8 @@ class ScoreEvictor(Composable, ABC):
         bad = int((score.isnan() & ~kv.pads).sum())
         if bad:
             raise ValueError(
-                f"{type(self).__name__}: {bad} of {score.numel()} scores of layer {seen.layer} are NaN; the model's "
-                "own "
-                "keys, values or queries are not finite (try a dtype with more range, such as bfloat16)"
+                f"{type(self).__name__}: {bad} of {score.numel()} scores of layer {seen.layer} are NaN; the "
+                "model's own keys, values or queries are not finite (try a dtype with more range, such as bfloat16)"
             )
         score = score.clamp(-LARGEST, LARGEST).masked_fill(self.pinned(kv, seen), torch.inf)
         return best(score.masked_fill(kv.pads, -torch.inf), self.budget)

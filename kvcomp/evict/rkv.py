@@ -57,7 +57,7 @@ class RKV(ScoreEvictor):
 
     def score(self, kv: KV, seen: Observed) -> Score:
         """`Z`, zero for the recent rows."""
-        redundancy = self._redundancy(kv.newest(self.recent))
+        redundancy = self._redundancy(kv.without_newest(self.recent))
         score = self.weight * self._importance(kv, seen) - (1.0 - self.weight) * redundancy
         return torch.nn.functional.pad(score, (0, self.recent))
 
