@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from kvcomp.core import KV, Compressor, Observed
 
 
 class Composable:
-    """Gives a compressor the operator `|`."""
+    """Gives a compressor the operator `|`, and the answers of one that packs nothing and holds any prompt and row."""
+
+    unpacked: int | None = None
 
     def __or__(self, other: Compressor) -> Pipeline:
         return Pipeline((*_stages(self), *_stages(other)))
+
+    def check_prompt(self, tokens: int) -> None:
+        """Any prompt is held."""
+
+    def check_head_dim(self, head_dim: int) -> None:
+        """Rows of any width are compressed."""
+
+    def require(self, **least: int) -> None:
+        """Raise ValueError if a flag is no bool, a number is no number, or an integer field is below its least
+        value."""
+        for setting in fields(self):  # type: ignore[arg-type]
+            value, kind = getattr(self, setting.name), type(setting.default)
+            wrong = kind is bool and not isinstance(value, bool)
+            wrong |= (
+                kind is float and value is not None and (isinstance(value, bool) or not isinstance(value, int | float))
+            )
+            if wrong:
+                raise ValueError(f"{type(self).__name__}: {setting.name} must be a {kind.__name__}, got {value!r}")
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{type(self).__name__}: {name} must be an int, got {value!r}")
+            if value < minimum:
+                raise ValueError(f"{type(self).__name__}: {name} must be at least {minimum}, got {value}")
 
 
 @dataclass(frozen=True)
 class Pipeline(Composable):
     """Runs `stages` one after the other; is itself a Compressor. Equal stages draw independent noise.
 
-    Raises TypeError if a stage is no Compressor, ValueError if there is none.
+    Raises TypeError if a stage is no Compressor, ValueError if there is none or more than one packs rows.
     """
 
     stages: tuple[Compressor, ...]
@@ -28,7 +54,12 @@ class Pipeline(Composable):
             raise ValueError("a Pipeline needs at least 1 stage, got 0")
         for stage in self.stages:
             if not isinstance(stage, Compressor):
-                raise TypeError(f"{stage!r} is no Compressor: it lacks compress, budget, window or accumulates")
+                raise TypeError(f"{stage!r} is no Compressor: it lacks a method or property of kvcomp.Compressor")
+        packing = [stage for stage in self.stages if stage.unpacked is not None]
+        if len(packing) > 1:
+            raise ValueError(
+                f"a Pipeline can pack rows once, but {len(packing)} stages do ({packing}): leave one of them out"
+            )
 
     @property
     def budget(self) -> int | None:
@@ -45,10 +76,20 @@ class Pipeline(Composable):
         """Whether some stage wants `KV.mass`."""
         return any(stage.accumulates for stage in self.stages)
 
+    @property
+    def unpacked(self) -> int | None:  # type: ignore[override]
+        """Newest rows that the stage which packs leaves in the model dtype; None if there is none."""
+        return next((stage.unpacked for stage in self.stages if stage.unpacked is not None), None)
+
     def check_prompt(self, tokens: int) -> None:
         """Raises the ValueError of the first stage that cannot hold a prompt of `tokens` tokens."""
         for stage in self.stages:
             stage.check_prompt(tokens)
+
+    def check_head_dim(self, head_dim: int) -> None:
+        """Raises the ValueError of the first stage that cannot compress rows of `head_dim` channels."""
+        for stage in self.stages:
+            stage.check_head_dim(head_dim)
 
     def compress(self, kv: KV, seen: Observed) -> KV:
         """The rows after the last stage."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
@@ -88,24 +88,6 @@ class ScoreEvictor(Composable, ABC):
                 f"budget={self.budget}; "
                 f"raise budget to at least {needed}, shorten the prompt, or set protect_prompt=False"
             )
-
-    def require(self, **least: int) -> None:
-        """Raise ValueError if a flag is no bool, a number is no number, or an integer field is below its least
-        value."""
-        for setting in fields(self):
-            value, kind = getattr(self, setting.name), type(setting.default)
-            wrong = kind is bool and not isinstance(value, bool)
-            wrong |= (
-                kind is float and value is not None and (isinstance(value, bool) or not isinstance(value, int | float))
-            )
-            if wrong:
-                raise ValueError(f"{type(self).__name__}: {setting.name} must be a {kind.__name__}, got {value!r}")
-        for name, minimum in least.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{type(self).__name__}: {name} must be an int, got {value!r}")
-            if value < minimum:
-                raise ValueError(f"{type(self).__name__}: {name} must be at least {minimum}, got {value}")
 
     def _reserved_parts(self) -> str:
         return f"sinks={self.sinks} + recent={self.recent}"

@@ -1,0 +1,135 @@
+"""`MixedKV`: the rows of a layer in three parts: packed, exact, and recent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kvcomp.core import EMPTY, KV, Kept, Positions, Rows, Score, ValueRows, by_row
+from kvcomp.quant.packed import PackedRows
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The packed rows of a layer, in any order. `positions`, `mass`: as in `KV`; `EMPTY` marks an unused slot."""
+
+    keys: PackedRows
+    values: PackedRows
+    positions: Positions
+    mass: Score | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of slots, the same for every head."""
+        return self.positions.shape[2]
+
+    def take(self, kept: Kept) -> Packed:
+        """The rows `kept` `[batch, kv_heads, kept]`, in that order: codes, not decoded ones."""
+        index = by_row(kept)
+        return self.map(lambda tensor: tensor[index])
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Packed:
+        """The same with every tensor replaced by `change` of it."""
+        mass = None if self.mass is None else change(self.mass)
+        return Packed(self.keys.map(change), self.values.map(change), change(self.positions), mass)
+
+    def join(self, other: Packed) -> Packed:
+        """These rows, then those of `other`."""
+        mass = None if self.mass is None or other.mass is None else torch.cat([self.mass, other.mass], dim=2)
+        positions = torch.cat([self.positions, other.positions], dim=2)
+        return Packed(self.keys.join([other.keys]), self.values.join([other.values]), positions, mass)
+
+
+class MixedKV(KV):
+    """Rows of which most are packed; `exact` and `recent` ones are in the model dtype.
+
+    `keys`, `values`, `positions` and `mass` give all `rows` in time order, keys and values decoded; that is worked out
+    when it is asked for and kept as long as this object. In store, heads may differ in how many rows of each part they
+    have: a slot that a head leaves unused has the position `EMPTY`, and every head has equally many in all.
+    """
+
+    def __init__(self, packed: Packed, exact: KV, recent: KV, rows: int):
+        vars(self).update(packed=packed, exact=exact, recent=recent, _rows=rows)
+
+    packed: Packed
+    exact: KV
+    recent: KV
+    _rows: int
+
+    @property
+    def parts(self) -> tuple[Packed, KV, KV]:
+        """Packed, exact and recent rows."""
+        return self.packed, self.exact, self.recent
+
+    @property
+    def rows(self) -> int:
+        """Number of stored rows, the same for every head."""
+        return self._rows
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a key."""
+        return self.packed.keys.width
+
+    @property
+    def slot_positions(self) -> Positions:
+        """Positions in the order of the parts, unused slots included."""
+        return torch.cat([part.positions for part in self.parts], dim=2)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Slots of the rows `[batch, kv_heads, rows]` in time order, padding first."""
+        positions = self.slot_positions
+        return positions.argsort(dim=-1, stable=True)[:, :, positions.shape[2] - self.rows :]
+
+    @cached_property
+    def keys(self) -> Rows:  # type: ignore[override]
+        """Decoded keys in time order."""
+        return self._decoded(self.packed.keys, self.exact.keys, self.recent.keys)
+
+    @cached_property
+    def values(self) -> ValueRows:  # type: ignore[override]
+        """Decoded values in time order."""
+        return self._decoded(self.packed.values, self.exact.values, self.recent.values)
+
+    @cached_property
+    def positions(self) -> Positions:  # type: ignore[override]
+        """Positions in time order."""
+        return self.slot_positions.gather(2, self.order)
+
+    @cached_property
+    def mass(self) -> Score | None:  # type: ignore[override]
+        """Accumulated attention in time order."""
+        masses = [part.mass for part in self.parts if part.mass is not None]
+        return torch.cat(masses, dim=2).gather(2, self.order) if masses else None
+
+    def _decoded(self, packed: PackedRows, *dense: Tensor) -> Tensor:
+        return torch.cat([packed.unpack(), *dense], dim=2)[by_row(self.order)]
+
+    def take(self, kept: Kept) -> MixedKV:
+        """The rows `kept` `[batch, kv_heads, kept]`; packed ones stay packed, and the order is again that of time."""
+        slots = self.order.gather(2, kept.to(torch.int64)).sort(dim=-1).values
+        parts, start = [], 0
+        for part in self.parts:
+            first, count = ((slots < edge).sum(-1, keepdim=True) for edge in (start, start + part.rows))
+            index = torch.arange(int((count - first).max()), device=slots.device) + first
+            own = slots.gather(2, index.clamp_max(slots.shape[2] - 1)) - start
+            parts.append(taken(part, own, index < count))
+            start += part.rows
+        packed, exact, recent = parts
+        return MixedKV(packed, exact, recent, kept.shape[2])
+
+
+Part = TypeVar("Part", Packed, KV)
+
+
+def taken(part: Part, index: Tensor, used: Tensor) -> Part:
+    """The rows `index` of a part; where `used` is false, an empty slot."""
+    moved = part.take(index.where(used, 0))
+    moved.positions.masked_fill_(~used, EMPTY)
+    return moved
