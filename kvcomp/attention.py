@@ -18,7 +18,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
+from kvcomp import ops
 from kvcomp.layer import CompressedLayer
+from kvcomp.quant.mixed import MixedKV
 from kvcomp.rotary import Rotary
 
 NAMES = {"sdpa": "kvcomp_sdpa", "eager": "kvcomp_eager", "flash_attention_2": "kvcomp_fa2"}
@@ -88,18 +90,25 @@ def attention_forward(
     """Attention of `query` `[batch, query_heads, new, head_dim]`; `[batch, new, query_heads, value_dim]` and weights or
     None.
 
-    One query against the rows of a `CompressedLayer` under sdpa runs `folded_decode`; all else the model's `own`
-    attention.
+    One query against the rows of a `CompressedLayer` under sdpa runs `folded_decode`, and against packed rows, unless
+    the model runs eager attention, `ops.mixed_decode`; all else the model's `own` attention, over decoded rows.
     """
     layer: CompressedLayer | None = getattr(key, "kvcomp_layer", None)
     if layer is None:
         return own_attention(module, own)(module, query, key, value, attention_mask, **kwargs)
     output: tuple[Tensor, Tensor | None]
-    if own == "sdpa" and query.shape[2] == 1 and _is_plain(kwargs):
-        output = folded_decode(query, key, value, attention_mask, kwargs.get("scaling")), None
+    kv, scaling = layer.storage.kv, kwargs.get("scaling")
+    one = query.shape[2] == 1 and own != "eager" and _is_plain(kwargs)
+    if isinstance(kv, MixedKV) and one and not layer.given_mask:
+        output = ops.mixed_decode(query, kv, scaling), None
     else:
-        output = own_attention(module, own)(module, query, key, value, attention_mask, **kwargs)
-    layer.observe(query, visible_rows(attention_mask), kwargs.get("scaling"))
+        if isinstance(kv, MixedKV):
+            key, value = kv.keys, kv.values
+        if own == "sdpa" and one:
+            output = folded_decode(query, key, value, attention_mask, scaling), None
+        else:
+            output = own_attention(module, own)(module, query, key, value, attention_mask, **kwargs)
+    layer.observe(query, visible_rows(attention_mask), scaling)
     return output
 
 

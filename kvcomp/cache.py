@@ -44,6 +44,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
             raise ValueError(f"seed must be an int, got {seed!r}")
         config = model.config.get_text_config(decoder=True)
         checks.model_is_supported(model.config, config)
+        compressor.check_head_dim(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         layer_types, _ = get_layer_types_and_kwargs(config)
         layers = DynamicCache(config=config).layers
         for index, layer_type in enumerate(layer_types):
@@ -140,14 +141,17 @@ class CompressedCache(Cache):  # type: ignore[misc]
         if tokens is None:
             return
         self.unfinished = self.compressed[0].count.seen
-        positions = checks.text_positions(inputs.get("position_ids"))
+        positions, mask = checks.text_positions(inputs.get("position_ids")), inputs.get("attention_mask")
+        masked = mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)
         for layer in self.compressed:  # the rows of a long text are let go of layer by layer, few rows can wait
-            layer.begin(positions, deferred=self.unfinished > 0 and tokens.shape[1] <= self.interval)
+            layer.begin(positions, masked, deferred=self.unfinished > 0 and tokens.shape[1] <= self.interval)
 
     def end_call(self) -> None:
         """Compresses what is due in every layer; called after every forward of the model that has run to its end."""
         if self.compressed[0].record_past and self.compressed[0].count.uncropped > ABANDONED:
             self._stop_recording()
+        for layer in self.compressed:
+            checks.observed(layer)
         self._settle()
         for layer in self.compressed:
             layer.given_positions = None  # as long as the text that was fed

@@ -120,7 +120,7 @@ def mask(attention_mask: Any, seen: int, new: int) -> None:
 
 def continues(layer: CompressedLayer, newest: Tensor) -> None:
     """Raises ValueError if tokens that end at positions `newest` do not go beyond what has been seen."""
-    stored = layer.storage.kv.positions[:, 0].amax(-1)
+    stored = layer.storage.newest
     if bool((newest.to(stored.device).expand_as(stored) <= stored).any()):
         raise ValueError(
             f"the new tokens end at position {int(newest.min())}, but the cache has seen position {int(stored.max())}: "
@@ -140,7 +140,7 @@ def observed(layer: CompressedLayer) -> None:
 
 def finite(layer: CompressedLayer) -> None:
     """Raises ValueError if rows that are new since the last compression, or recent queries, are NaN or infinite."""
-    kv, fresh = layer.storage.kv, layer.count.fresh
+    kv, fresh = layer.storage.recent, layer.count.fresh
     tensors = {"keys": kv.keys[:, :, kv.rows - fresh :], "values": kv.values[:, :, kv.rows - fresh :]}
     if layer.recent_queries.count:
         tensors["queries"] = layer.recent_queries.queries

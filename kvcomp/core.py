@@ -76,6 +76,11 @@ class KV:
         mass = None if self.mass is None else change(self.mass)
         return KV(change(self.keys), change(self.values), change(self.positions), mass)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Keys, values, positions and, if there is any, mass."""
+        return [tensor for tensor in (self.keys, self.values, self.positions, self.mass) if tensor is not None]
+
     def join(self, other: KV) -> KV:
         """These rows, then those of `other`."""
         mass = None if self.mass is None or other.mass is None else torch.cat([self.mass, other.mass], dim=2)
@@ -83,6 +88,11 @@ class KV:
             torch.cat([getattr(kv, name) for kv in (self, other)], dim=2) for name in ("keys", "values", "positions")
         )
         return KV(keys, values, positions, mass)
+
+    def add_mass(self, mass: Score) -> KV:
+        """The same rows with more accumulated attention, in new tensors."""
+        assert self.mass is not None
+        return replace(self, mass=self.mass + mass)
 
     def without_newest(self, skip: int) -> KV:
         """A view without the `skip` newest rows."""

@@ -49,7 +49,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forgets everything."""
         self.count = Counters()
         self.record_past = False
-        self.storage = RowStorage(self.compressor.budget, self.interval, self.compressor.accumulates)
+        least = self.compressor.budget if self.compressor.unpacked is None else self.compressor.unpacked
+        self.storage = RowStorage(least, self.interval, self.compressor.accumulates)
         self.prompt_end: Tensor | None = None
         self.recent_queries = RecentQueries(self.compressor.window)
         self.scaling: float | None = None
@@ -57,6 +58,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.deferred = False
         self.torn = False  # a compression has begun to write and has not ended
         self.given_positions: Tensor | None = None
+        self.given_mask = False
         self.checkpoint: tuple[Counters, Tensor | None] = Counters(), None  # as the running forward began
 
     # What transformers asks ------------------------------------------------------------------------------------------
@@ -81,14 +83,14 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def device(self) -> torch.device:
         """Where the rows live."""
-        return self.storage.kv.keys.device
+        return self.storage.recent.keys.device
 
     @property
     def batch_size(self) -> int:
         """Batch rows stored; an AttributeError before there are any, as transformers probes with hasattr."""
         if not self.is_initialized:
             raise AttributeError("batch_size is known after the first update")
-        return self.storage.kv.keys.shape[0]
+        return self.storage.recent.keys.shape[0]
 
     @property
     def keys(self) -> Tensor | None:
@@ -105,9 +107,10 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         """True position of each row `[batch, kv_heads, rows]`, -1 for padding; None before the first update."""
         return self.storage.kv.positions if self.is_initialized else None
 
-    def begin(self, positions: Tensor | None, deferred: bool) -> None:
-        """Prepares for a forward: `positions` `[batch, new]` of its tokens if the model was given any."""
-        self.given_positions, self.deferred = positions, deferred
+    def begin(self, positions: Tensor | None, masked: bool, deferred: bool) -> None:
+        """Prepares for a forward: `positions` `[batch, new]` of its tokens if the model was given any; `masked`: it was
+        given a mask of rows, not of padding."""
+        self.given_positions, self.given_mask, self.deferred = positions, masked, deferred
         self.checkpoint = (replace(self.count), self.prompt_end)
 
     # Writing ---------------------------------------------------------------------------------------------------------
@@ -117,9 +120,10 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.storage.reserve(key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Stores new rows and returns every stored row, the new ones last.
+        """Stores new rows and returns every stored row that is not packed or exact, the new ones last.
 
-        The returned keys carry this layer as `kvcomp_layer`, by which the attention function finds it.
+        The returned keys carry this layer as `kvcomp_layer`, by which the attention function finds it, and the other
+        rows.
         """
         new = key_states.shape[2]
         positions = self._new_positions(key_states, kwargs.get("kwargs") or {})
@@ -131,7 +135,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.count.prompt_open:
             self.prompt_end = positions[:, -1] + 1
         self.waiting = new
-        keys, values = self.storage.kv.keys, self.storage.kv.values
+        recent = self.storage.recent
+        keys, values = recent.keys, recent.values
         keys.kvcomp_layer = self  # type: ignore[attr-defined]
         return keys, values
 
@@ -160,9 +165,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"layer {self.layer_idx} attends twice to the rows of one update, which kvcomp does not support; use "
                 "transformers' DynamicCache"
             )
-        positions = self.storage.kv.positions
+        positions = self.storage.recent.positions
         if visible is not None and not bool(visible.all()):
-            positions.masked_fill_((visible.cumsum(-1) == 0)[:, None], PAD)  # what is hidden on the left
+            fresh = self.count.fresh  # older rows are marked already
+            hidden_on_the_left = (visible.cumsum(-1) == 0)[:, None, -fresh:]
+            positions[:, :, -fresh:].masked_fill_(hidden_on_the_left, PAD)
             self.count.padded = True
         if self.compressor.window or self.compressor.accumulates:
             self.recent_queries.spare = self._spare_queries()
@@ -194,18 +201,26 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def due(self) -> bool:
         """Whether `settle` would compress."""
-        budget, rows, count = self.compressor.budget, self.storage.rows, self.count
-        if budget is None or self._recording():
+        if self._recording():
             return False
-        return rows >= budget + self.interval or (count.forwards == 1 and count.round == 0 and rows > budget)
+        at_once = self.count.forwards == 1 and self.count.round == 0
+        full = [
+            rows > least if at_once else rows >= least + self.interval
+            for rows, least in (
+                (self.storage.rows, self.compressor.budget),
+                (self.storage.buffered, self.compressor.unpacked),
+            )
+            if least is not None
+        ]
+        return any(full)
 
     def _recording(self) -> bool:
         return self.record_past and self.count.uncropped > 0
 
     def _accumulate(self) -> None:
         seen, kv = self.observed(self.count.uncounted), self.storage.kv
-        if seen.queries is not None and kv.mass is not None:
-            kv.mass.add_(ops.attention_mass(kv, seen))
+        if seen.queries is not None:
+            self.storage.add_mass(ops.attention_mass(kv, seen))
         self.count.uncounted = 0
 
     def observed(self, window: int) -> Observed:
@@ -256,12 +271,12 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forgets the newest `tokens` tokens; `checks.crop` says whether that is allowed."""
         observed, self.waiting = tokens - self.waiting, 0
         self.count.seen -= tokens
-        self.storage.rows -= tokens
+        self.storage.drop(tokens)
         self.count.fresh -= tokens
         self.count.uncounted = max(self.count.uncounted - observed, 0)
         self.recent_queries.drop(observed)
         if self.count.prompt_open and self.storage.rows and self.prompt_end is not None:
-            self.prompt_end = self.storage.kv.positions[:, 0].amax(-1) + 1
+            self.prompt_end = self.storage.newest + 1
 
     def undo(self, tokens: int) -> None:
         """Forgets the `tokens` tokens that a forward has stored which did not end: all is as when it began."""

@@ -10,20 +10,27 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from kvcomp.cache import CompressedCache
+    from kvcomp.storage import RowStorage
+
+ROW_PARTS = ("keys", "values", "codes", "scales", "exact", "positions")
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes of the storage behind each part of a cache, whether filled or not.
 
-    `keys`, `values`: of the compressed layers; `positions`: the true position of each row; `queries`: the recent
-    queries kept for scoring; `mass`: accumulated attention; `other_layers`: transformers' own layers (sliding windows).
-    `full`: what a cache that keeps every token would hold for the same text. `rows` of `seen` tokens are stored per KV
-    head.
+    Of the compressed layers: `keys`, `values`: rows in the model dtype that are neither packed nor exact; `codes`,
+    `scales`: packed rows, scales with their zero points; `exact`: exact rows; `positions`: the true position of each
+    row; `queries`: the recent queries kept for scoring; `mass`: accumulated attention. `other_layers`: transformers'
+    own layers (sliding windows). `full`: what a cache that keeps every token would hold for the same text. `rows` of
+    `seen` tokens are stored per KV head. `elements`: numbers in the stored keys and values of the compressed layers.
     """
 
     keys: int
     values: int
+    codes: int
+    scales: int
+    exact: int
     positions: int
     queries: int
     mass: int
@@ -31,32 +38,44 @@ class Memory:
     full: int
     rows: int
     seen: int
+    elements: int
 
     @classmethod
     def of(cls, cache: CompressedCache) -> Memory:
         """Measures `cache` as it is now."""
-        storages = [layer.storage.buffer for layer in cache.compressed if layer.storage.buffer is not None]
+        storages = [layer.storage for layer in cache.compressed if layer.storage.buffer is not None]
         recent = [layer.recent_queries for layer in cache.compressed]
         stock = [layer for layer in cache.layers if layer not in cache.compressed]
         other = _nbytes(tensor for layer in stock for tensor in _held(vars(layer)))
-        seen, rows = cache.compressed[0].count.seen, max(layer.storage.rows for layer in cache.compressed)
-        token = sum(kv.keys[:, :, :1].nbytes + kv.values[:, :, :1].nbytes for kv in storages)
+        seen = cache.compressed[0].count.seen
+        token = [(kv.keys[:, :, :1], kv.values[:, :, :1]) for kv in (storage.recent for storage in storages)]
         return cls(
-            keys=_nbytes(kv.keys for kv in storages),
-            values=_nbytes(kv.values for kv in storages),
-            positions=_nbytes(kv.positions for kv in storages),
+            **_row_parts(storages),
             queries=_nbytes(tensor for log in recent for tensor in (log.buffer, log.buffer_positions)),
-            mass=_nbytes(kv.mass for kv in storages),
             other_layers=other,
-            full=token * seen + other,
-            rows=rows,
+            full=sum(key.nbytes + value.nbytes for key, value in token) * seen + other,
+            rows=max((storage.rows for storage in storages), default=0),
             seen=seen,
+            elements=sum(
+                storage.rows * (key.numel() + value.numel())
+                for storage, (key, value) in zip(storages, token, strict=True)
+            ),
         )
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by part; together `total`."""
+        return {name: getattr(self, name) for name in (*ROW_PARTS, "mass", "queries", "other_layers")}
 
     @property
     def total(self) -> int:
         """All bytes held."""
-        return self.keys + self.values + self.positions + self.queries + self.mass + self.other_layers
+        return sum(self.parts.values())
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits that the rows take, with their positions and the room for more, over the keys and values stored."""
+        return 8 * sum(self.parts[name] for name in ROW_PARTS) / self.elements if self.elements else 0.0
 
     @property
     def compression(self) -> float:
@@ -64,13 +83,28 @@ class Memory:
         return self.full / self.total if self.total else 1.0
 
     def __str__(self) -> str:
-        parts = {"keys": self.keys, "values": self.values, "positions": self.positions, "queries": self.queries}
-        parts |= {"mass": self.mass, "other layers": self.other_layers}
-        listed = ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
+        listed = ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in self.parts.items() if count)
         return (
-            f"{size(self.total)} for {self.rows} of {self.seen} tokens per head ({listed}); "
+            f"{size(self.total)} for {self.rows} of {self.seen} tokens per head ({listed}), "
+            f"{self.bits_per_element:.1f} bits per element; "
             f"full cache {size(self.full)}, {self.compression:.1f} times as much"
         )
+
+
+def _row_parts(storages: list[RowStorage]) -> dict[str, int]:
+    buffers = [storage.buffer for storage in storages if storage.buffer is not None]
+    packed = [storage.packed for storage in storages if storage.packed is not None]
+    exact = [storage.exact for storage in storages if storage.exact is not None]
+    tensors = [tensors for part in packed for tensors in (part.keys.tensors, part.values.tensors)]
+    return {
+        "keys": _nbytes(kv.keys for kv in buffers),
+        "values": _nbytes(kv.values for kv in buffers),
+        "codes": _nbytes(held["codes"] for held in tensors),
+        "scales": _nbytes(tensor for held in tensors for name, tensor in held.items() if name != "codes"),
+        "exact": _nbytes(tensor for kv in exact for tensor in (kv.keys, kv.values)),
+        "positions": _nbytes([part.positions for part in packed] + [part.positions for part in (*buffers, *exact)]),
+        "mass": _nbytes([part.mass for part in packed] + [part.mass for part in (*buffers, *exact)]),
+    }
 
 
 def size(count: int) -> str:

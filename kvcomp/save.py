@@ -12,16 +12,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvcomp import evict
+from kvcomp import evict, quant
 from kvcomp.core import KV, Compressor
 from kvcomp.counters import Counters
 from kvcomp.layer import CompressedLayer
 from kvcomp.pipeline import Pipeline
+from kvcomp.quant.mixed import MixedKV, Packed
+from kvcomp.quant.packed import PackedRows
 
 if TYPE_CHECKING:
     from kvcomp.cache import CompressedCache
 
-FORMAT = 1
+FORMAT = 2
+ROW_TENSORS = ("keys", "values", "positions", "mass")
 
 
 def to_settings(compressor: Compressor) -> dict[str, Any]:
@@ -32,7 +35,7 @@ def to_settings(compressor: Compressor) -> dict[str, Any]:
         raise ValueError(f"cannot save the settings of {compressor!r}: it is no dataclass")
     fields = {field.name: getattr(compressor, field.name) for field in dataclasses.fields(compressor) if field.init}
     method = type(compressor)
-    own = getattr(evict, method.__name__, None) is method
+    own = method in _own_methods().values()
     return {"method": method.__name__ if own else f"{method.__module__}.{method.__qualname__}", **fields}
 
 
@@ -41,12 +44,18 @@ def from_settings(settings: dict[str, Any]) -> Compressor:
     fields = {name: value for name, value in settings.items() if name != "method"}
     if settings["method"] == "Pipeline":
         return Pipeline(tuple(from_settings(stage) for stage in fields["stages"]))
-    method = getattr(evict, settings["method"], None)
-    if not (isinstance(method, type) and issubclass(method, evict.ScoreEvictor)):
+    method = _own_methods().get(settings["method"])
+    if method is None:
         raise ValueError(
             f"{settings['method']!r} is no method of kvcomp: pass the compressor to load(path, model, compressor)"
         )
     return method(**fields)
+
+
+def _own_methods() -> dict[str, Any]:
+    exported = [getattr(package, name) for package in (evict, quant) for name in package.__all__]
+    bases = (evict.ScoreEvictor, quant.Quantizer)
+    return {kind.__name__: kind for kind in exported if isinstance(kind, type) and issubclass(kind, bases)}
 
 
 def model_shape(config: Any, dtype: torch.dtype) -> dict[str, Any]:
@@ -113,7 +122,7 @@ def _compressed_state(layer: CompressedLayer) -> tuple[dict[str, Tensor], dict[s
     fields |= {"count": dataclasses.asdict(layer.count), "forgot": layer.recent_queries.forgot}
     if not layer.is_initialized:
         return {}, fields
-    parts = {name: tensor for name, tensor in vars(layer.storage.kv).items() if tensor is not None}
+    parts, fields["rows"] = _rows_state(layer.storage.kv)
     if layer.prompt_end is not None:
         parts["prompt_end"] = layer.prompt_end
     if layer.recent_queries.buffer is not None:
@@ -126,12 +135,49 @@ def _restore_compressed(layer: CompressedLayer, fields: dict[str, Any], parts: d
     layer.scaling, layer.record_past = fields["scaling"], fields["record_past"]
     if "keys" not in parts:
         return
-    layer.storage.replace(KV(parts["keys"], parts["values"], parts["positions"], parts.get("mass")))
+    layer.storage.replace(_rows_of(fields["rows"], parts))
     layer.prompt_end = parts.get("prompt_end")
     if "queries" in parts:
         layer.recent_queries.spare = parts["queries"].shape[2]
         layer.recent_queries.append(parts["queries"], parts["query_positions"])
     layer.recent_queries.forgot = fields["forgot"]
+
+
+def _rows_state(kv: KV) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors of the rows, and how to read them: `{}` if none is packed."""
+    if not isinstance(kv, MixedKV):
+        return _named("", kv), {}
+    parts = _named("", kv.recent) | _named("exact.", kv.exact) | _named("packed.", kv.packed)
+    fields: dict[str, Any] = {"count": kv.rows}
+    for side in ("keys", "values"):
+        rows: PackedRows = parts.pop(f"packed.{side}")
+        parts |= {f"packed.{side}.{name}": tensor for name, tensor in rows.tensors.items()}
+        settings = {name: value for name, value in rows.settings.items() if name != "dtype"}
+        fields[side] = {"kind": type(rows).__name__, "dtype": str(rows.dtype).removeprefix("torch."), **settings}
+    return parts, fields
+
+
+def _rows_of(fields: dict[str, Any], parts: dict[str, Tensor]) -> KV:
+    """The inverse of `_rows_state`."""
+    recent = KV(**_under("", parts))
+    if not fields:
+        return recent
+    packed = _under("packed.", parts)
+    for side in ("keys", "values"):
+        settings = {name: value for name, value in fields[side].items() if name != "kind"}
+        settings["dtype"] = getattr(torch, settings["dtype"])
+        packed[side] = getattr(quant, fields[side]["kind"])(**settings, **_under(f"packed.{side}.", parts, every=True))
+    return MixedKV(Packed(**packed), KV(**_under("exact.", parts)), recent, fields["count"])
+
+
+def _named(prefix: str, rows: KV | Packed) -> dict[str, Any]:
+    held = {name: getattr(rows, name) for name in ROW_TENSORS}
+    return {prefix + name: value for name, value in held.items() if value is not None}
+
+
+def _under(prefix: str, parts: dict[str, Tensor], every: bool = False) -> dict[str, Any]:
+    names = [name.removeprefix(prefix) for name in parts if name.startswith(prefix)]
+    return {name: parts[prefix + name] for name in names if every or name in ROW_TENSORS}
 
 
 def _stock_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -104,7 +104,7 @@ def test_a_compression_that_was_interrupted_while_writing_is_refused(monkeypatch
         model(ids[:, step, None], cache=cache)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RowStorage, "_write", interrupt)
-        patch.setattr(RowStorage, "append", lambda self, *args: setattr(self, "rows", self.rows + 1))
+        patch.setattr(RowStorage, "append", lambda self, *args: setattr(self, "buffered", self.buffered + 1))
         model(ids[:, 47:48], cache=cache)
     for call in (lambda: model(ids[:, 48:49], cache=cache), lambda: generate(model, ids, cache=cache)):
         with pytest.raises(ValueError, match="interrupted.*reset"):

@@ -89,7 +89,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no saved CompressedCache"):
         CompressedCache.load(foreign, model)
     save_file({"x": torch.zeros(1)}, foreign, metadata={"kvcomp": json.dumps({"format": 99})})
-    with pytest.raises(ValueError, match="format 99.*reads format 1"):
+    with pytest.raises(ValueError, match="format 99.*reads format 2"):
         CompressedCache.load(foreign, model)
     with pytest.raises(FileNotFoundError):
         CompressedCache.load(tmp_path / "nothing", model)

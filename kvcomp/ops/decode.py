@@ -22,7 +22,7 @@ def mixed_decode(query: Tensor, kv: MixedKV, scaling: float | None) -> Tensor:
     folded = folded * (head_dim**-0.5 if scaling is None else scaling)
     dense = [part for part in (kv.exact, kv.recent) if part.rows]
     logits = [kv.packed.keys.dot(folded), *(folded @ part.keys.float().transpose(2, 3) for part in dense)]
-    hidden = torch.cat([part.positions < 0 for part in (kv.packed, *dense)], dim=-1)
+    hidden = kv.slot_positions < 0
     weights = torch.cat(logits, dim=-1).masked_fill_(hidden[:, :, None], -torch.inf).softmax(-1)
     shares = weights.split([kv.packed.rows, *(part.rows for part in dense)], dim=-1)
     output = kv.packed.values.weighted_sum(shares[0].contiguous())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -38,11 +38,16 @@ class Packed:
         mass = None if self.mass is None else change(self.mass)
         return Packed(self.keys.map(change), self.values.map(change), change(self.positions), mass)
 
+    def add_mass(self, mass: Score) -> Packed:
+        """The same rows with more accumulated attention, in new tensors."""
+        assert self.mass is not None
+        return replace(self, mass=self.mass + mass)
+
     def join(self, other: Packed) -> Packed:
         """These rows, then those of `other`."""
         mass = None if self.mass is None or other.mass is None else torch.cat([self.mass, other.mass], dim=2)
         positions = torch.cat([self.positions, other.positions], dim=2)
-        return Packed(self.keys.join([other.keys]), self.values.join([other.values]), positions, mass)
+        return Packed(self.keys.join(other.keys), self.values.join(other.values), positions, mass)
 
 
 class MixedKV(KV):
@@ -88,22 +93,22 @@ class MixedKV(KV):
         return positions.argsort(dim=-1, stable=True)[:, :, positions.shape[2] - self.rows :]
 
     @cached_property
-    def keys(self) -> Rows:  # type: ignore[override]
+    def keys(self) -> Rows:
         """Decoded keys in time order."""
         return self._decoded(self.packed.keys, self.exact.keys, self.recent.keys)
 
     @cached_property
-    def values(self) -> ValueRows:  # type: ignore[override]
+    def values(self) -> ValueRows:
         """Decoded values in time order."""
         return self._decoded(self.packed.values, self.exact.values, self.recent.values)
 
     @cached_property
-    def positions(self) -> Positions:  # type: ignore[override]
+    def positions(self) -> Positions:
         """Positions in time order."""
         return self.slot_positions.gather(2, self.order)
 
     @cached_property
-    def mass(self) -> Score | None:  # type: ignore[override]
+    def mass(self) -> Score | None:
         """Accumulated attention in time order."""
         masses = [part.mass for part in self.parts if part.mass is not None]
         return torch.cat(masses, dim=2).gather(2, self.order) if masses else None
@@ -114,15 +119,11 @@ class MixedKV(KV):
     def take(self, kept: Kept) -> MixedKV:
         """The rows `kept` `[batch, kv_heads, kept]`; packed ones stay packed, and the order is again that of time."""
         slots = self.order.gather(2, kept.to(torch.int64)).sort(dim=-1).values
-        parts, start = [], 0
-        for part in self.parts:
-            first, count = ((slots < edge).sum(-1, keepdim=True) for edge in (start, start + part.rows))
-            index = torch.arange(int((count - first).max()), device=slots.device) + first
-            own = slots.gather(2, index.clamp_max(slots.shape[2] - 1)) - start
-            parts.append(taken(part, own, index < count))
-            start += part.rows
-        packed, exact, recent = parts
-        return MixedKV(packed, exact, recent, kept.shape[2])
+        packed, exact = self.packed.rows, self.packed.rows + self.exact.rows
+        return MixedKV(
+            _within(self.packed, slots, 0), _within(self.exact, slots, packed), _within(self.recent, slots, exact),
+            kept.shape[2],
+        )  # fmt: skip
 
 
 Part = TypeVar("Part", Packed, KV)
@@ -133,3 +134,11 @@ def taken(part: Part, index: Tensor, used: Tensor) -> Part:
     moved = part.take(index.where(used, 0))
     moved.positions.masked_fill_(~used, EMPTY)
     return moved
+
+
+def _within(part: Part, slots: Tensor, start: int) -> Part:
+    """Those of the ascending `slots` that belong to `part`, whose first one is `start`."""
+    first, last = ((slots < edge).sum(-1, keepdim=True) for edge in (start, start + part.rows))
+    index = torch.arange(int((last - first).max()), device=slots.device) + first
+    own = slots.gather(2, index.clamp_max(slots.shape[2] - 1)) - start
+    return taken(part, own, index < last)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from kvcomp.core import Rows
 
 BLOCK = 256
 """Rows that are unpacked at a time where codes cannot be used as they are."""
+
+Packing = TypeVar("Packing", bound="PackedRows")
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class PackedRows(ABC):
             total += share @ part.unpack().float()
         return total
 
-    def _blocks(self) -> list[Self]:
+    def _blocks(self: Packing) -> list[Packing]:
         return [self[:, :, start : start + BLOCK] for start in range(0, max(self.rows, 1), BLOCK)]
 
     @property
@@ -65,25 +67,25 @@ class PackedRows(ABC):
         """All else: what must be equal for rows to be joined."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in self.tensors}
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+    def map(self: Packing, change: Callable[[Tensor], Tensor]) -> Packing:
         """The same with every tensor replaced by `change` of it."""
-        return replace(self, **{name: change(tensor) for name, tensor in self.tensors.items()})
+        return self._with({name: change(tensor) for name, tensor in self.tensors.items()})
 
-    def __getitem__(self, index: Any) -> Self:
+    def __getitem__(self: Packing, index: Any) -> Packing:
         return self.map(lambda tensor: tensor[index])
 
-    def join(self, others: Sequence[Self]) -> Self:
-        """These rows, then those of `others`. Raises ValueError if they are packed in another way."""
-        for other in others:
-            if type(other) is not type(self) or other.settings != self.settings:
-                raise ValueError(
-                    f"rows packed as {self.settings} cannot be joined with {other.settings}: a row is packed once; use "
-                    "one quantizer in a pipeline"
-                )
-        names = self.tensors
-        return replace(
-            self, **{name: torch.cat([getattr(rows, name) for rows in (self, *others)], dim=2) for name in names}
-        )
+    def join(self: Packing, other: Packing) -> Packing:
+        """These rows, then those of `other`. Raises ValueError if they are packed in another way."""
+        if type(other) is not type(self) or other.settings != self.settings:
+            raise ValueError(
+                f"rows packed as {self.settings} cannot be joined with {other.settings}: a row is packed once; use one "
+                "quantizer, with one setting, for one cache"
+            )
+        pairs = {name: [tensor, other.tensors[name]] for name, tensor in self.tensors.items()}
+        return self._with({name: torch.cat(pair, dim=2) for name, pair in pairs.items()})
+
+    def _with(self: Packing, tensors: dict[str, Tensor]) -> Packing:
+        return replace(self, **tensors)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
