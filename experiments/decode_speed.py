@@ -75,9 +75,17 @@ def kv_bytes(cache: Cache) -> int:
     """Bytes of keys and values; for a CompressedCache everything it holds."""
     if isinstance(cache, CompressedCache):
         return cache.memory().total
-    return sum(
-        layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes() for layer in cache.layers
-    )
+    names = ("keys", "values", "_quantized_keys", "_quantized_values")
+    return sum(_nbytes(getattr(layer, name, None)) for layer in cache.layers for name in names)
+
+
+def _nbytes(tensor: torch.Tensor | None) -> int:
+    """Bytes of a tensor; of a quantized one those of the tensors that it is made of."""
+    if tensor is None:
+        return 0
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(_nbytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.untyped_storage().nbytes()
 
 
 def build_model(dtype: torch.dtype) -> PreTrainedModel:

@@ -17,7 +17,7 @@ import math
 import pydoc_data.topics
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from hashlib import sha256
@@ -146,16 +146,26 @@ def cut(text: str, tokenizer: PreTrainedTokenizerBase, count: int) -> torch.Tens
     return tokens[: count * LENGTH].view(count, LENGTH)
 
 
-def mean_nll(model: PreTrainedModel, tokens: torch.Tensor, cache: CompressedCache) -> float:
-    """Mean negative log-likelihood, in nats, of the second half of `tokens`, read through `cache` in chunks."""
-    half, total = len(tokens) // 2, 0.0
+def scored(
+    model: PreTrainedModel, tokens: torch.Tensor, cache: CompressedCache
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Reads `tokens` through `cache` in chunks; logits `[n, vocabulary]` and targets `[n]` of the second half."""
+    half = len(tokens) // 2
     for stop in range(CHUNK, len(tokens) + 1, CHUNK):
         # The logits of position p predict token p + 1, so the last of the first half counts already.
-        scored = min(max(stop - half + 1, 0), CHUNK)
-        logits = model(tokens[None, stop - CHUNK : stop], cache=cache, logits_to_keep=max(scored, 1)).logits[0]
-        targets = tokens[stop - scored + 1 : stop + 1] if scored else tokens[:0]
-        total += float(torch.nn.functional.cross_entropy(logits[: len(targets)].float(), targets, reduction="sum"))
-    return total / (len(tokens) - half)
+        count = min(max(stop - half + 1, 0), CHUNK)
+        logits = model(tokens[None, stop - CHUNK : stop], cache=cache, logits_to_keep=max(count, 1)).logits[0]
+        targets = tokens[stop - count + 1 : stop + 1] if count else tokens[:0]
+        yield logits[: len(targets)].float(), targets
+
+
+def mean_nll(model: PreTrainedModel, tokens: torch.Tensor, cache: CompressedCache) -> float:
+    """Mean negative log-likelihood, in nats, of the second half of `tokens`, read through `cache` in chunks."""
+    sums = [
+        float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+        for logits, targets in scored(model, tokens, cache)
+    ]
+    return sum(sums) / (len(tokens) - len(tokens) // 2)
 
 
 def read_once(model: PreTrainedModel, method: Method, tokens: torch.Tensor, stretch: int, seed: int) -> Run:

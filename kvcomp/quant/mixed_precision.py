@@ -18,7 +18,7 @@ class MixedPrecision(Quantizer):
     """Asymmetric min-max codes per row and group of channels; see `kvcomp.ops.packed` for the format.
 
     `bits` (2, 4 or 8) for keys and values alike, or `key_bits`, `value_bits`. `group_size` channels share a scale and a
-    zero point of 16 bit each (None: 64, or head_dim where that is smaller). `rotate_keys` multiplies keys by a
+    zero point of 16 bit each (None: a whole row in 8 bits, else at most 64). `rotate_keys` multiplies keys by a
     Walsh-Hadamard matrix before they are packed, which spreads channels of large magnitude; queries are rotated
     instead when codes are read. Bits per element without exact rows: `bits + 32 / group_size`.
 
@@ -71,8 +71,10 @@ class MixedPrecision(Quantizer):
     def pack(self, keys: Rows, values: ValueRows) -> tuple[PackedRows, PackedRows]:
         """Keys, rotated if asked, and values, each with its bits."""
         assert self.key_bits is not None and self.value_bits is not None
-        key_group, value_group = (min(self.group_size or 64, rows.shape[-1]) for rows in (keys, values))
         return (
-            AffineRows.of(keys, self.key_bits, key_group, self.rotate_keys),
-            AffineRows.of(values, self.value_bits, value_group),
+            AffineRows.of(keys, self.key_bits, self._group(self.key_bits, keys.shape[-1]), self.rotate_keys),
+            AffineRows.of(values, self.value_bits, self._group(self.value_bits, values.shape[-1])),
         )
+
+    def _group(self, bits: int, width: int) -> int:
+        return self.group_size or (width if bits == 8 else min(64, width))
