@@ -88,18 +88,18 @@ def _nbytes(tensor: torch.Tensor | None) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-def build_model(dtype: torch.dtype) -> PreTrainedModel:
+def build_model(dtype: torch.dtype, query_heads: int = QUERY_HEADS) -> PreTrainedModel:
     """Random weights in Qwen3-0.6B's geometry with 4 layers."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=3072, num_hidden_layers=LAYERS, head_dim=HEAD_DIM,
-        num_attention_heads=QUERY_HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=65536,
+        num_attention_heads=query_heads, num_key_value_heads=KV_HEADS, max_position_embeddings=65536,
     )  # fmt: skip
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model.eval().requires_grad_(False)
 
 
-def fill(cache: Cache, rows: int, length: int, dtype: torch.dtype) -> Cache:
+def fill(cache: Cache, rows: int, length: int, dtype: torch.dtype, query_heads: int = QUERY_HEADS) -> Cache:
     """Puts `rows` random rows into each layer, the newest of a text of `length` tokens."""
     generator = torch.Generator().manual_seed(0)
     positions = torch.arange(length - rows, length)[None]
@@ -110,7 +110,7 @@ def fill(cache: Cache, rows: int, length: int, dtype: torch.dtype) -> Cache:
             layer = cache.compressed[index]
             layer.count.seen = length
             layer.observe(
-                torch.randn(1, QUERY_HEADS, rows, HEAD_DIM, generator=generator).to(dtype), None, HEAD_DIM**-0.5
+                torch.randn(1, query_heads, rows, HEAD_DIM, generator=generator).to(dtype), None, HEAD_DIM**-0.5
             )
     return cache
 

@@ -186,9 +186,7 @@ def write_markdown(path: Path, label: str, table: list[list[str]], limits: list[
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
-def measure(
-    model: PreTrainedModel, stretches: Tensor, seed: int, advance: Callable[[], None]
-) -> dict[str, list[Run]]:
+def measure(model: PreTrainedModel, stretches: Tensor, seed: int, advance: Callable[[], None]) -> dict[str, list[Run]]:
     """All settings on each stretch; the full cache comes first, as the others are compared with it."""
     runs: dict[str, list[Run]] = {name: [] for name in settings()}
     for index, tokens in enumerate(stretches):

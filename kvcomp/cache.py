@@ -44,7 +44,6 @@ class CompressedCache(Cache):  # type: ignore[misc]
             raise ValueError(f"seed must be an int, got {seed!r}")
         config = model.config.get_text_config(decoder=True)
         checks.model_is_supported(model.config, config)
-        compressor.check_head_dim(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         layer_types, _ = get_layer_types_and_kwargs(config)
         layers = DynamicCache(config=config).layers
         for index, layer_type in enumerate(layer_types):
@@ -56,6 +55,8 @@ class CompressedCache(Cache):  # type: ignore[misc]
                 f"{config.model_type} has no full-attention layer to compress (its layers: "
                 f"{sorted(set(layer_types))}); use transformers' DynamicCache"
             )
+        for _, head_dim in checks.kv_shapes(config):
+            compressor.check_head_dim(head_dim)
         attention.install(model)
         _guard(model)
         super().__init__(layers=layers)

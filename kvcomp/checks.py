@@ -32,6 +32,20 @@ def model_is_supported(config: Any, text_config: Any) -> None:
         raise NotImplementedError(f"{name} has layers that reuse the keys of others; use transformers' DynamicCache")
 
 
+def kv_shapes(config: Any) -> list[tuple[int, int]]:
+    """KV heads and channels of a key, each pair once; more than one where layers differ."""
+    layers = getattr(config, "per_layer_config", None) or [config]
+    return sorted(
+        {
+            (
+                getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads,
+                getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads,
+            )
+            for layer in layers
+        }
+    )
+
+
 def call(cache: CompressedCache, inputs: Mapping[str, Any]) -> None:
     """Raises ValueError for a forward with these arguments that `cache` would answer wrongly."""
     tokens = tokens_of(inputs)

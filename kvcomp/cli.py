@@ -16,6 +16,9 @@ from rich.table import Table
 
 from kvcomp.core import Compressor
 from kvcomp.evict import METHODS
+from kvcomp.pipeline import Pipeline
+from kvcomp.quant.spec import parse_compressor
+from kvcomp.report import cli as report_cli
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,8 +42,24 @@ Without the hub, on the small model of a PyPI package, another method and one of
 
   kvcomp generate --model smollm2-135m --prompt "What is a prime?" --method snapkv --budget 256 --set window=32
 
+The rows that are kept in few bits, keys in 8 and values in 4; with --method full that alone:
+
+  kvcomp generate --model smollm2-135m --prompt "What is a prime?" --budget 256 --quantize k8v4
+
 [bold]budget[/bold] counts every row that is kept after a compression; [bold]interval[/bold] more gather until the next.
 `kvcomp methods` lists the methods."""
+
+PLAN_EXAMPLES = """[bold]Examples[/bold]
+
+How many chains of thought of 32,768 tokens fit on a device of 80 GB:
+
+  kvcomp plan --model Qwen/Qwen3-4B --batch 16 --length 32768 --memory 80GB --budget 4096 --quantize k8v4
+
+Without the hub, after a prompt of 2,000 tokens, for another program:
+
+  kvcomp plan --model ./my-model/config.json --prompt 2000 --length 8192 --dtype fp16 --json
+
+GB is 10^9 bytes, GiB is 2^30. `--method full` leaves eviction out, `--quantize full` quantization."""
 
 
 @app.callback()
@@ -64,6 +83,9 @@ def generate(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="A setting of the method, name=value; repeatable.")
     ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="How to pack the rows kept: k8v4, k4v4_rotated, int8, 'int4 g64 exact=0.05', ...")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Fixes eviction noise and sampling.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 512,
     temperature: Annotated[float, typer.Option(help="0: greedy.", min=0.0)] = 0.0,
@@ -79,7 +101,7 @@ def generate(
     error."""
     try:
         text = _prompt_text(prompt, prompt_file)
-        compressor = build_method(method, budget, protect_prompt, set_ or [])
+        compressor = build_method(method, budget, protect_prompt, set_ or [], quantize)
         sampling = (
             {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
         )
@@ -88,6 +110,37 @@ def generate(
     except (ValueError, NotImplementedError) as error:
         console.print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(2) from error
+
+
+@app.command(epilog=PLAN_EXAMPLES)
+def plan(
+    model: Annotated[str, typer.Option(help="Hub id, folder, config.json, .gguf file, or smollm2-135m.")],
+    length: Annotated[int, typer.Option(help="Tokens of each text, prompt and answer.")],
+    batch: Annotated[int, typer.Option(help="Texts at a time.")] = 1,
+    prompt: Annotated[int, typer.Option(help="Tokens that are read in the first forward.")] = 1,
+    memory: Annotated[str | None, typer.Option(help="What the device has: 80GB, 24GiB, ...")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32, of weights and cache.")] = "bf16",
+    method: Annotated[str, typer.Option(help="A method of `kvcomp methods`; or full: nothing is evicted.")] = (
+        "vase-attnv"
+    ),
+    budget: Annotated[int, typer.Option(help="Rows kept per KV head.")] = 4096,
+    interval: Annotated[int, typer.Option(help="New tokens between two compressions.")] = 64,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of the method, name=value; repeatable.")
+    ] = None,
+    quantize: Annotated[str, typer.Option(help="How to pack rows; full: not at all.")] = "k8v4",
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+) -> None:
+    """Say what weights and KV cache take, and how many texts fit, from the model's config alone."""
+    from kvcomp.plan import plan as make
+
+    try:
+        compressor = build_method(method, budget, False, set_ or [], quantize)
+        found = make(model, compressor, batch, length, prompt=prompt, interval=interval, dtype=dtype, memory=memory)
+    except (ValueError, NotImplementedError) as error:
+        console.print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(2) from error
+    print(json.dumps(found.to_json(), indent=2)) if as_json else Console().print(found.table())
 
 
 @app.command()
@@ -101,8 +154,19 @@ def methods() -> None:
     Console().print(table)
 
 
-def build_method(name: str, budget: int, protect_prompt: bool, settings: list[str]) -> Compressor | None:
-    """The compressor that the options describe; None for `full`. Raises ValueError for an unknown name or setting."""
+app.command(epilog=report_cli.EXAMPLES)(report_cli.report)
+
+
+def build_method(
+    name: str, budget: int, protect_prompt: bool, settings: list[str], quantize: str | None = None
+) -> Compressor | None:
+    """The compressor that the options describe; None for `full` without a quantizer. Raises ValueError for an unknown
+    name or setting."""
+    stages = [stage for stage in (_evictor(name, budget, protect_prompt, settings), _quantizer(quantize)) if stage]
+    return Pipeline(tuple(stages)) if len(stages) > 1 else stages[0] if stages else None
+
+
+def _evictor(name: str, budget: int, protect_prompt: bool, settings: list[str]) -> Compressor | None:
     if name == "full":
         if settings or protect_prompt:
             raise ValueError("--method full evicts nothing, so it takes neither --set nor --protect-prompt")
@@ -116,6 +180,15 @@ def build_method(name: str, budget: int, protect_prompt: bool, settings: list[st
         raise ValueError(
             f"{name} does not take the settings {sorted(values)}: {error}; see `kvcomp methods`"
         ) from error
+
+
+def _quantizer(text: str | None) -> Compressor | None:
+    if text is None or text.strip() == "full":
+        return None
+    compressor = parse_compressor(text)
+    if compressor.unpacked is None or compressor.budget is not None:
+        raise ValueError(f"--quantize takes one quantizer, such as k8v4, got {text!r}; eviction is set by --method")
+    return compressor
 
 
 def _setting(text: str) -> tuple[str, Any]:

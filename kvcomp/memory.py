@@ -46,9 +46,9 @@ class Memory:
         storages = [layer.storage for layer in cache.compressed if layer.storage.buffer is not None]
         recent = [layer.recent_queries for layer in cache.compressed]
         stock = [layer for layer in cache.layers if layer not in cache.compressed]
-        other = _nbytes(tensor for layer in stock for tensor in _held(vars(layer)))
+        other = _nbytes(tensor for layer in stock for tensor in held_tensors(vars(layer)))
         seen = cache.compressed[0].count.seen
-        token = [(kv.keys[:, :, :1], kv.values[:, :, :1]) for kv in (storage.recent for storage in storages)]
+        token = [(kv.keys[:, :, :1], kv.values[:, :, :1]) for kv in (storage.buffer for storage in storages) if kv]
         return cls(
             **_row_parts(storages),
             queries=_nbytes(tensor for log in recent for tensor in (log.buffer, log.buffer_positions)),
@@ -115,13 +115,13 @@ def size(count: int) -> str:
     return f"{number:.1f} {units[0]}" if units[0] != "B" else f"{count} B"
 
 
-def _held(value: object) -> Iterator[Tensor]:
+def held_tensors(value: object) -> Iterator[Tensor]:
     """The tensors in `value`, through dicts and lists, but for the single numbers that layers keep as tensors."""
     if isinstance(value, Tensor) and value.ndim:
         yield value
     elif isinstance(value, dict | list | tuple):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _held(part)
+            yield from held_tensors(part)
 
 
 def _nbytes(tensors: Iterable[Tensor | None]) -> int:

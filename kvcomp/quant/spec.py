@@ -145,7 +145,8 @@ def _evictor(words: list[str]) -> Compressor:
 
 def _setting(word: str, text: str) -> dict[str, Any]:
     """What one word of a quantizer sets."""
-    word = word.replace("-", "_")
+    name, _, value = word.partition("=")
+    word = name.replace("-", "_") if not value else word
     if word == FULL:
         return {FULL: True}
     if word in BITS:
@@ -161,7 +162,6 @@ def _setting(word: str, text: str) -> dict[str, Any]:
         given: dict[str, Any] = {name: int(value) for name, value in found.items() if value is not None}
         if given:
             return given | ({"rotate_keys": True} if bits[3] else {})
-    name, _, value = word.partition("=")
     if name in ("exact", "exact_by", "sinks", "recent") and value:
         return {name: _value(value)}
     raise ValueError(f"unknown word {word!r} in {text!r}; known: {KNOWN}")

@@ -1,0 +1,226 @@
+"""What a cache holds at a given length, from shapes alone: real layers that are fed tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from kvcomp.core import Compressor
+from kvcomp.layer import CompressedLayer
+from kvcomp.memory import ROW_PARTS, Memory, held_tensors
+from kvcomp.plan.shapes import ShapesOnly, sized
+
+RECORDER = "kvcomp_plan"
+"""Name under which the attention function of `one_token` is registered."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """Query, key and value of one token in one layer, each `[batch, heads, 1, width]`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    def times(self, count: int) -> Token:
+        """As many tokens."""
+        return Token(*(sized(tensor, count) for tensor in (self.query, self.key, self.value)))
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What makes two layers hold the same."""
+        return tuple((tuple(tensor.shape), tensor.dtype) for tensor in (self.query, self.key, self.value))
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A cache fed a prompt in one forward and then single tokens.
+
+    `memory`: at the end; `after_prompt`: once every layer has taken the prompt; `whole`: what the prompt takes in a
+    layer that holds all of its rows for a moment, until it compresses them (0 if it does not).
+    """
+
+    memory: Memory
+    after_prompt: Memory
+    whole: int
+
+    @property
+    def peak(self) -> int:
+        """The most bytes held: at the end, or when the last layer has just compressed the prompt."""
+        return max(self.memory.total, self.after_prompt.total + self.whole)
+
+
+class Layers:
+    """The layers of a model on the meta device, at two moments of a text: after its `prompt`, and at its `length`.
+
+    `tokens`: one token in each layer that a compressor works on.
+    """
+
+    def __init__(self, model: PreTrainedModel, batch: int, prompt: int, length: int):
+        self.prompt, self.length = prompt, length
+        layers, tokens = one_token(model, batch)
+        compressible = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        if not tokens.keys() >= set(compressible):
+            raise ValueError(f"{model.config.model_type} cannot be planned: it does not tell which layer attends")
+        self.tokens = {index: tokens[index] for index in compressible}
+        stock = {index: _stock_bytes(layer, tokens.get(index), prompt, length) for index, layer in enumerate(layers)}
+        self.others = [sum(held[end] for index, held in stock.items() if index not in self.tokens) for end in (0, 1)]
+
+    def full(self) -> DryRun:
+        """A cache that keeps every token."""
+        parts = []
+        for seen in (self.prompt, self.length):
+            keys, values = (
+                sum(getattr(token, side).nbytes for token in self.tokens.values()) * seen for side in ("key", "value")
+            )
+            parts.append({"keys": keys, "values": values})
+        return self._run(parts, [self.prompt, self.length], 0)
+
+    def compressed(self, compressor: Compressor, interval: int) -> DryRun:
+        """A `CompressedCache`. Raises ValueError for a compressor that packs rows and is no `Quantizer`."""
+        known: dict[tuple[Any, ...], tuple[list[dict[str, int]], list[int], int]] = {}
+        for token in self.tokens.values():
+            if token.shape not in known:
+                known[token.shape] = _layer_run(compressor, interval, token, self.prompt, self.length)
+        runs = [known[token.shape] for token in self.tokens.values()]
+        parts = [{name: sum(held[end][name] for held, _, _ in runs) for name in runs[0][0][end]} for end in range(2)]
+        rows = [max(rows[end] for _, rows, _ in runs) for end in range(2)]
+        return self._run(parts, rows, max(whole for _, _, whole in runs))
+
+    def _run(self, parts: list[dict[str, int]], rows: list[int], whole: int) -> DryRun:
+        token = sum(token.key.nbytes + token.value.nbytes for token in self.tokens.values())
+        elements = sum(token.key.numel() + token.value.numel() for token in self.tokens.values())
+        nothing = dict.fromkeys((*ROW_PARTS, "mass", "queries"), 0)
+        after_prompt, memory = (
+            Memory(
+                **nothing | held, other_layers=other, full=token * seen + other, rows=kept, seen=seen,
+                elements=elements * kept,
+            )
+            for held, other, seen, kept in zip(parts, self.others, (self.prompt, self.length), rows, strict=True)
+        )  # fmt: skip
+        return DryRun(memory, after_prompt, whole)
+
+
+def one_token(model: PreTrainedModel, batch: int) -> tuple[list[Any], dict[int, Token]]:
+    """The layers of a full cache after one token, and by layer the token that its attention was given.
+
+    The model is left with an attention that computes nothing. Raises ValueError for one that cannot run on shapes.
+    """
+    tokens: dict[int, Token] = {}
+
+    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        tokens[module.layer_idx] = Token(query, key, value)
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+    AttentionInterface.register(RECORDER, record)
+    model.set_attn_implementation(RECORDER)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")  # the usual one asks which experts the router has chosen
+    cache = DynamicCache(config=model.config)
+    try:
+        with torch.no_grad():
+            model(torch.zeros(batch, 1, dtype=torch.int64, device="meta"), cache=cache, use_cache=True)
+    except (RuntimeError, NotImplementedError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{model.config.model_type} cannot be planned: its forward needs more than shapes ({error}); load the "
+            "model and measure with CompressedCache.memory()"
+        ) from error
+    return cache.layers, tokens
+
+
+def _stock_bytes(layer: Any, token: Token | None, prompt: int, length: int) -> tuple[int, int]:
+    """Bytes that a layer of transformers holds after the prompt and at the end; it holds one token already.
+
+    It makes room for the rows of a forward anew each time, so that all but the last step may be fed at once.
+    """
+    held = []
+    for steps in ((prompt - 1,), (length - prompt - 1, min(length - prompt, 1))):
+        for new in steps:
+            if new > 0 and token is not None and isinstance(layer, DynamicLayer):
+                rows = token.times(new)
+                layer.update(rows.key, rows.value)
+        held.append(_nbytes(*held_tensors(vars(layer))))
+    return held[0], held[1]
+
+
+class _Layer(CompressedLayer):
+    def _accumulate(self) -> None:
+        self.count.uncounted = 0  # the numbers in `mass` change, not their place
+
+
+def _layer_run(
+    compressor: Compressor, interval: int, token: Token, prompt: int, length: int
+) -> tuple[list[dict[str, int]], list[int], int]:
+    """Bytes by part and rows of a layer after the prompt and at the end; what the prompt takes before it is
+    compressed."""
+    layer = _Layer(ShapesOnly(compressor), 0, interval, 0, None)
+    _feed(layer, token, prompt)
+    whole = sum(layer_parts(layer)[name] for name in (*ROW_PARTS, "mass")) if layer.due() else 0
+    layer.settle()
+    parts, rows = [layer_parts(layer)], [layer.storage.rows]
+    known: dict[tuple[Any, ...], int] = {}
+    while layer.count.seen < length:
+        _feed(layer, token, min(length - layer.count.seen, _room(layer)))
+        layer.settle()
+        if (
+            layer.count.fresh == 0
+        ):  # what comes after a compression depends on this state alone: whole rounds are left out
+            state = (
+                *layer_parts(layer).values(),
+                layer.storage.rows,
+                layer.recent_queries.count,
+                layer.count.uncounted,
+            )
+            tokens = layer.count.seen - known.setdefault(state, layer.count.seen)
+            layer.count.seen += (length - layer.count.seen) // tokens * tokens if tokens else 0
+    return [*parts, layer_parts(layer)], [*rows, layer.storage.rows], whole
+
+
+def _feed(layer: CompressedLayer, token: Token, new: int) -> None:
+    tokens = token.times(new)
+    layer.begin(None, masked=False, deferred=True)  # deferred: the layer does not look at numbers
+    layer.update(tokens.key, tokens.value)
+    layer.observe(tokens.query, None, None)
+
+
+def _room(layer: CompressedLayer) -> int:
+    """Tokens that may be fed at once and leave the layer as they would one by one: nothing grows or is compressed
+    before the last of them."""
+    storage, recent, compressor = layer.storage, layer.recent_queries, layer.compressor
+    room = [storage.capacity - storage.buffered]
+    if compressor.budget is not None:
+        room.append(compressor.budget + layer.interval - storage.rows)
+    if recent.buffer is not None:
+        room.append(recent.buffer.shape[2] - recent.count)
+    if compressor.accumulates:
+        room.append(layer.interval - layer.count.uncounted)
+    return max(min(room), 1)
+
+
+def layer_parts(layer: CompressedLayer) -> dict[str, int]:
+    """Bytes of a layer by the parts of `Memory`; tensors of the meta device share no storage."""
+    storage, recent = layer.storage, layer.recent_queries
+    buffer, exact, packed = storage.buffer, storage.exact, storage.packed
+    assert buffer is not None
+    parts = [part for part in (buffer, exact, packed) if part is not None]
+    held: list[Mapping[str, Tensor]] = [] if packed is None else [packed.keys.tensors, packed.values.tensors]
+    return {
+        "keys": _nbytes(buffer.keys),
+        "values": _nbytes(buffer.values),
+        "codes": _nbytes(*(tensors["codes"] for tensors in held)),
+        "scales": _nbytes(*(tensor for tensors in held for name, tensor in tensors.items() if name != "codes")),
+        "exact": 0 if exact is None else _nbytes(exact.keys, exact.values),
+        "positions": _nbytes(*(part.positions for part in parts)),
+        "mass": _nbytes(*(part.mass for part in parts)),
+        "queries": _nbytes(recent.buffer, recent.buffer_positions),
+    }
+
+
+def _nbytes(*tensors: Tensor | None) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
