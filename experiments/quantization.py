@@ -81,7 +81,7 @@ class Run:
 def settings() -> dict[str, Compressor]:
     """Every line of the table; the first is a budget that is never reached."""
     bare: dict[str, Any] = {"exact": 0.0, "sinks": 0}
-    plain = {
+    plain: dict[str, Compressor] = {
         FULL: StreamingLLM(LENGTH),
         "int8 g64": MixedPrecision(8, group_size=64, **bare),
         "int8, a row a group": MixedPrecision(8, **bare),
@@ -111,7 +111,9 @@ def settings() -> dict[str, Compressor]:
     vase = VaSE(BUDGET)
     quantizers = {"K8/V4": MixedPrecision.k8v4(), "K4/V4 rotated": MixedPrecision.k4v4_rotated(),
                   "int4 g64, 5% value range": MixedPrecision(4)}  # fmt: skip
-    return plain | {EVICTED: vase} | {f"{EVICTED} | {name}": vase | method for name, method in quantizers.items()}
+    for name, method in quantizers.items():
+        plain |= {EVICTED: vase, f"{EVICTED} | {name}": vase | method}
+    return plain
 
 
 def read(model: PreTrainedModel, tokens: Tensor, method: Compressor, seed: int, reference: list[Tensor]) -> Run:
