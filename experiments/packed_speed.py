@@ -1,8 +1,8 @@
 """Decoding speed from packed rows, beside the same rows in the model dtype and transformers' own 4-bit cache.
 
 The model of `decode_speed.py`: Qwen3-0.6B's geometry with 4 layers. Every variant holds the same random rows and
-decodes the same steps in turns of 16. `x kept` compares a step, with its share of the compressions, to every row kept in the
-model dtype; the last lines evict with VaSE and compare to VaSE alone.
+decodes the same steps in turns of 16. `x kept` compares a step, with its share of the compressions, to every row kept
+in the model dtype; the last lines evict with VaSE and compare to VaSE alone.
 
     python experiments/packed_speed.py [--lengths 2048,4096,8192,16384] [--dtypes float32,bfloat16]
 """
