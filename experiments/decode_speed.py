@@ -109,9 +109,7 @@ def fill(cache: Cache, rows: int, length: int, dtype: torch.dtype, query_heads: 
         if isinstance(cache, CompressedCache):
             layer = cache.compressed[index]
             layer.count.seen = length
-            layer.observe(
-                torch.randn(1, query_heads, rows, HEAD_DIM, generator=generator).to(dtype), None, HEAD_DIM**-0.5
-            )
+            layer.observe(torch.randn(1, query_heads, rows, HEAD_DIM, generator=generator).to(dtype), HEAD_DIM**-0.5)
     return cache
 
 

@@ -97,6 +97,7 @@ def attention_forward(
     if layer is None:
         return own_attention(module, own)(module, query, key, value, attention_mask, **kwargs)
     output: tuple[Tensor, Tensor | None]
+    layer.hide(visible_rows(attention_mask))
     kv, scaling = layer.storage.kv, kwargs.get("scaling")
     one = query.shape[2] == 1 and own != "eager" and _is_plain(kwargs)
     if isinstance(kv, MixedKV) and one and not layer.given_mask:
@@ -108,7 +109,7 @@ def attention_forward(
             output = folded_decode(query, key, value, attention_mask, scaling), None
         else:
             output = own_attention(module, own)(module, query, key, value, attention_mask, **kwargs)
-    layer.observe(query, visible_rows(attention_mask), scaling)
+    layer.observe(query, scaling)
     return output
 
 

@@ -151,29 +151,25 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     # After the attention of a step -----------------------------------------------------------------------------------
 
-    def observe(
-        self,
-        queries: Float[Tensor, "batch query_heads new head_dim"],
-        visible: Bool[Tensor, "batch rows"] | None,
-        scaling: float | None,
-    ) -> None:
-        """Takes the queries of the forward that `update` stored; `visible` says which rows are no padding (None:
-        all)."""
+    def hide(self, visible: Bool[Tensor, "batch rows"] | None) -> None:
+        """Marks the new rows that are padding; `visible` says which of all rows are none (None: all)."""
+        if visible is not None and not bool(visible.all()):
+            fresh = self.count.fresh  # older rows are marked already
+            hidden_on_the_left = (visible.cumsum(-1) == 0)[:, None, -fresh:]
+            self.storage.recent.positions[:, :, -fresh:].masked_fill_(hidden_on_the_left, PAD)
+            self.count.padded = True
+
+    def observe(self, queries: Float[Tensor, "batch query_heads new head_dim"], scaling: float | None) -> None:
+        """Takes the queries of the forward whose rows `update` stored."""
         new, self.scaling = self.waiting, scaling
         if not new:
             raise NotImplementedError(
                 f"layer {self.layer_idx} attends twice to the rows of one update, which kvcomp does not support; use "
                 "transformers' DynamicCache"
             )
-        positions = self.storage.recent.positions
-        if visible is not None and not bool(visible.all()):
-            fresh = self.count.fresh  # older rows are marked already
-            hidden_on_the_left = (visible.cumsum(-1) == 0)[:, None, -fresh:]
-            positions[:, :, -fresh:].masked_fill_(hidden_on_the_left, PAD)
-            self.count.padded = True
         if self.compressor.window or self.compressor.accumulates:
             self.recent_queries.spare = self._spare_queries()
-            self.recent_queries.append(queries, positions[:, 0, -new:])
+            self.recent_queries.append(queries, self.storage.recent.positions[:, 0, -new:])
             self.count.uncounted += new if self.compressor.accumulates else 0
         self.count.forwards += 1
         self.count.uncropped += 1
@@ -193,10 +189,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         due = self.due()
         if due and not self.deferred:  # else the cache has checked all layers before the first one changes
             checks.finite(self)
-        if self.compressor.accumulates and (due or self.count.uncounted >= self.interval):
-            self._accumulate()
-        if due:
-            self._compress()
+        with torch.inference_mode(False), torch.no_grad():  # else later steps could not use what is made here
+            if self.compressor.accumulates and (due or self.count.uncounted >= self.interval):
+                self._accumulate()
+            if due:
+                self._compress()
         self.recent_queries.trim(self.count.uncounted)
 
     def due(self) -> bool:
@@ -285,9 +282,10 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor of the layer by `change` of it; the batch is always the first axis."""
-        self.storage.map(change)
-        self.prompt_end = None if self.prompt_end is None else change(self.prompt_end)
-        self.recent_queries.map(change)
+        with torch.inference_mode(False), torch.no_grad():
+            self.storage.map(change)
+            self.prompt_end = None if self.prompt_end is None else change(self.prompt_end)
+            self.recent_queries.map(change)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Batch row `i` becomes row `beam_idx[i]`."""

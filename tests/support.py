@@ -180,7 +180,10 @@ def relative_error(logits, reference):
 def run_python(code):
     """Runs `code` in a fresh process without the type checks of this suite."""
     tests = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests))), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests.parent / "kernels", tests))),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout

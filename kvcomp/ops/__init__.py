@@ -2,7 +2,7 @@
 
 from kvcomp.ops.decode import mixed_decode
 from kvcomp.ops.dispatch import use_kernels
-from kvcomp.ops.packed import hadamard, hadamard_block, pack, packed_dot, packed_weighted_sum, unpack
+from kvcomp.ops.packed import hadamard, hadamard_block, narrowed, pack, packed_dot, packed_weighted_sum, unpack
 from kvcomp.ops.score import (
     HeadScore,
     Logits,
@@ -29,6 +29,7 @@ __all__ = [
     "hadamard_block",
     "max_pool",
     "mixed_decode",
+    "narrowed",
     "pack",
     "packed_dot",
     "packed_weighted_sum",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 P = ParamSpec("P")
@@ -23,12 +24,16 @@ def use_kernels(on: bool) -> None:
 
 def with_kernel(definition: Callable[P, R]) -> Callable[P, R]:
     """`definition`, replaced at each call by the kernel of its name if there is one for the device of the first
-    argument."""
+    argument, and no gradient is wanted through that."""
 
     @functools.wraps(definition)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        module = _kernels(args[0].device.type) if _enabled and isinstance(args[0], Tensor) else None
-        return getattr(module, definition.__name__, definition)(*args, **kwargs)
+        first = args[0]
+        assert isinstance(first, Tensor)
+        wanted = _enabled and not (torch.is_grad_enabled() and first.requires_grad)
+        return getattr(_kernels(first.device.type) if wanted else None, definition.__name__, definition)(
+            *args, **kwargs
+        )
 
     return run
 

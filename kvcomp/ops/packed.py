@@ -3,10 +3,11 @@
 The packed format, version 1. A row of `width` channels is cut into groups of `group_size`, the last of which may be
 short. In float32, per group: `zero_point = min`, rounded down to 16 bit; `scale = (max - zero_point) / (2**bits - 1)`,
 rounded up to 16 bit, so that no code has to be clamped; `code = round_half_even((x - zero_point) / scale)`; decoded,
-`x' = zero_point + code * scale`, so `|x - x'| <= scale / 2`. A constant group has scale 0 and decodes to its zero
-point. With `n = 8 / bits` codes in a byte and `bytes = ceil(width / n)`, byte `j` holds channel `j + i * bytes` in its
-bits `i * bits` and up. Differences and products are taken of halves, as the range of a group may exceed the largest
-float32.
+`x' = zero_point + code * scale`, so `|x - x'| <= scale / 2`. A constant group that 16 bit can hold has scale 0 and
+decodes to its zero point. Decoded rows are clamped to the finite numbers of their dtype; float32 numbers below the
+least bfloat16, -3.39e38, become that. With `n = 8 / bits` codes in a byte and `bytes = ceil(width / n)`, byte `j` holds
+channel `j + i * bytes` in its bits `i * bits` and up. Differences and products are taken of halves, as the range of a
+group may exceed the largest float32.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def pack(
     high = grouped.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1)
     zero_point, levels = _round_down(low, scale_dtype), 2**bits - 1
     half_zero = 0.5 * zero_point.float()
-    scale = _round_up(2 * ((0.5 * high - half_zero) / levels), scale_dtype)
+    scale = _round_up(2 * ((0.5 * high - half_zero).clamp_min(0) / levels), scale_dtype)
     half_scale = 0.5 * scale.float()
     steps = (0.5 * grouped - half_zero[..., None]) / half_scale.where(half_scale > 0, 1.0)[..., None]
     codes = steps.nan_to_num(0.0).round().clamp(0, levels).flatten(-2)[..., : x.shape[-1]]
@@ -50,7 +51,7 @@ def unpack(
 ) -> Float[Tensor, "batch kv_heads rows width"]:
     """The decoded rows in `dtype`."""
     half_scale, half_zero = (_by_channel(0.5 * part.float(), group_size, width) for part in (scale, zero_point))
-    return (2 * (half_zero + _from_bytes(codes, bits, width).float() * half_scale)).to(dtype)
+    return narrowed(2 * (half_zero + _from_bytes(codes, bits, width).float() * half_scale), dtype)
 
 
 @with_kernel
@@ -90,6 +91,12 @@ def packed_weighted_sum(
         scaled = weights[:, :, :, part, None] * scale[:, :, None, part].float()
         total = total + torch.einsum("bhqng,bhngc->bhqgc", scaled, floats)
     return total.flatten(-2)[..., :width]
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`; what a scale that was rounded up carries beyond its largest number becomes that."""
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype)
 
 
 def hadamard_block(width: int) -> int:

@@ -186,7 +186,7 @@ def _feed(layer: CompressedLayer, token: Token, new: int) -> None:
     tokens = token.times(new)
     layer.begin(None, masked=False, deferred=True)  # deferred: the layer does not look at numbers
     layer.update(tokens.key, tokens.value)
-    layer.observe(tokens.query, None, None)
+    layer.observe(tokens.query, None)
 
 
 def _room(layer: CompressedLayer) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcomp import ops
 from kvcomp.core import EMPTY, KV, Observed, Rows, Score, ValueRows
-from kvcomp.evict.base import ranked
+from kvcomp.evict.base import LARGEST, ranked
 from kvcomp.pipeline import Composable
 from kvcomp.quant.mixed import MixedKV, Packed, Part, taken
 from kvcomp.quant.packed import PackedRows
@@ -61,8 +61,10 @@ class Quantizer(Composable, ABC):
 
     def exact_rows(self, older: int) -> int:
         """Exact rows among `older` ones, sinks included."""
-        sinks = min(self.sinks, older)
-        return sinks + (0 if self.exact_by == "none" else round(self.exact * (older - sinks)))
+        return min(self.sinks, older) + self._chosen_rows(older)
+
+    def _chosen_rows(self, older: int) -> int:
+        return 0 if self.exact_by == "none" else round(self.exact * max(older - self.sinks, 0))
 
     def compress(self, kv: KV, seen: Observed) -> KV:
         """The same rows, packed; `kv` itself while it has no more than `recent`."""
@@ -71,24 +73,33 @@ class Quantizer(Composable, ABC):
             return kv
         self.check_head_dim(kv.head_dim)
         older, newest = _split(kv, recent)
-        exact = self._exact(kv, older, seen, self.exact_rows(kv.rows - recent))
-        packed = self._packed(only(older, (older.positions != EMPTY) & ~exact), seen.layer)
+        self._check_finite(older, seen.layer)
+        exact = self._exact(kv, older, seen)
+        packed = self._packed(only(older, (older.positions != EMPTY) & ~exact))
         if isinstance(kv, MixedKV):
             packed = kv.packed.join(packed)
             used = packed.positions != EMPTY
             packed = packed if bool(used.all()) else only(packed, used)
         return MixedKV(packed, only(older, exact), newest, kv.rows)
 
-    def _exact(self, kv: KV, older: KV, seen: Observed, count: int) -> Tensor:
-        """Which rows of `older` are exact, at most `count` of each head."""
-        first = kv.slot_positions.masked_fill(kv.slot_positions < 0, torch.iinfo(torch.int32).max)
-        score = self._score(older, seen).masked_fill(older.pads, -1.0)  # a range is not negative
+    def _exact(self, kv: KV, older: KV, seen: Observed) -> Tensor:
+        """Which rows of `older` are exact: sinks, and as many of the others as the length of each text asks for."""
+        real = kv.slot_positions >= 0
+        sinks = torch.zeros_like(older.pads)
         if self.sinks:
-            last_sink = first.topk(min(self.sinks, first.shape[2]), largest=False).values.amax(-1, keepdim=True)
-            score = score.masked_fill((older.positions >= 0) & (older.positions <= last_sink), torch.inf)
-        unused = older.positions == EMPTY
-        chosen = ranked(score.masked_fill(unused, -torch.inf), min(count, older.rows))
-        return torch.zeros_like(unused).scatter_(2, chosen, True) & ~unused
+            positions = kv.slot_positions.masked_fill(~real, torch.iinfo(torch.int32).max)
+            last = positions.topk(min(self.sinks, positions.shape[2]), largest=False).values.amax(-1, keepdim=True)
+            sinks = (older.positions >= 0) & (older.positions <= last)
+        texts = (real.sum(-1)[:, 0] - self.recent).clamp_min(0).tolist()
+        counts = torch.tensor([self._chosen_rows(rows) for rows in texts], device=older.positions.device)
+        most = min(max(counts.tolist()), older.rows)
+        if not most:
+            return sinks
+        score = self._score(older, seen).clamp_max(LARGEST)  # the range of huge values is infinite
+        ranks = ranked(score.masked_fill(sinks | (older.positions < 0), -torch.inf), most)
+        within = torch.arange(most, device=ranks.device) < counts[:, None, None]
+        chosen = torch.zeros_like(sinks).scatter_(2, ranks, within.expand_as(ranks))
+        return sinks | (chosen & (older.positions >= 0))
 
     def _score(self, older: KV, seen: Observed) -> Score:
         if self.exact_by == "random":
@@ -96,27 +107,28 @@ class Quantizer(Composable, ABC):
         rows = older.keys if self.exact_by == "key_range" else older.values
         return ops.value_magnitude(KV(rows, rows, older.positions), "range")
 
-    def _packed(self, rows: KV, layer: int) -> Packed:
-        hidden = rows.positions < 0
-        if bool(hidden.any()):  # what padding holds is not looked at
-            rows = KV(
-                rows.keys.masked_fill(hidden[..., None], 0), rows.values.masked_fill(hidden[..., None], 0),
-                rows.positions, rows.mass,
-            )  # fmt: skip
+    def _check_finite(self, rows: KV, layer: int) -> None:
+        real = rows.positions >= 0
         for name, tensor in (("keys", rows.keys), ("values", rows.values)):
-            bad = int((~tensor.isfinite()).any(-1).sum())
+            bad = int((~tensor.isfinite().all(-1) & real).sum())
             if bad:
                 raise ValueError(
                     f"{type(self).__name__}: {bad} {name} of layer {layer} are NaN or infinite and cannot be packed; "
                     "try a dtype with more range, such as bfloat16"
                 )
-        return Packed(*self.pack(rows.keys, rows.values), rows.positions, rows.mass)
+
+    def _packed(self, rows: KV) -> Packed:
+        hidden = (rows.positions < 0)[..., None]
+        keys, values = rows.keys, rows.values
+        if bool(hidden.any()):  # padding may hold anything
+            keys, values = keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
+        return Packed(*self.pack(keys, values), rows.positions, rows.mass)
 
 
 def _split(kv: KV, recent: int) -> tuple[KV, KV]:
     """The rows that are not packed, without and within the `recent` newest of all, oldest first."""
     if not isinstance(kv, MixedKV):
-        return kv.without_newest(recent), kv.map(lambda tensor: tensor[:, :, kv.rows - recent :])
+        return kv.without_newest(recent), kv.map(lambda tensor: tensor[:, :, kv.rows - recent :].clone())
     newest = torch.zeros_like(kv.slot_positions, dtype=torch.bool)
     newest = newest.scatter_(2, kv.order[:, :, kv.rows - recent :], True)[:, :, kv.packed.rows :]
     loose = kv.exact.join(kv.recent)  # exact rows are older than recent ones

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 from kvcomp import ops
@@ -17,9 +17,9 @@ SUPPORTED = (2, 4, 8)
 class MixedPrecision(Quantizer):
     """Asymmetric min-max codes per row and group of channels; see `kvcomp.ops.packed` for the format.
 
-    `bits` (2, 4 or 8) for keys and values alike, or `key_bits`, `value_bits`. `group_size` channels share a scale and a
-    zero point of 16 bit each (None: a whole row in 8 bits, else at most 64). `rotate_keys` multiplies keys by a
-    Walsh-Hadamard matrix before they are packed, which spreads channels of large magnitude; queries are rotated
+    `bits` (2, 4 or 8; default 4) for keys and values alike, or `key_bits`, `value_bits`. `group_size` channels share a
+    scale and a zero point of 16 bit each (None: a whole row in 8 bits, else at most 64). `rotate_keys` multiplies keys
+    by a Walsh-Hadamard matrix before they are packed, which spreads channels of large magnitude; queries are rotated
     instead when codes are read. Bits per element without exact rows: `bits + 32 / group_size`.
 
     Raises ValueError for unsupported bits, a group size below 1 or above head_dim, and a rotation of a head_dim that 8
@@ -30,7 +30,7 @@ class MixedPrecision(Quantizer):
     range from the observation of VaSE (arXiv 2606.03928) that these rows have the largest error.
     """
 
-    bits: int = field(default=4, repr=False)
+    bits: InitVar[int | None] = None
     key_bits: int | None = None
     value_bits: int | None = None
     _: KW_ONLY
@@ -38,13 +38,17 @@ class MixedPrecision(Quantizer):
     rotate_keys: bool = False
     exact: float = 0.05
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, bits: int | None) -> None:
         super().__post_init__()
+        if bits is not None and self.key_bits is not None and self.value_bits is not None:
+            raise ValueError(
+                f"MixedPrecision: bits={bits} has no effect beside key_bits={self.key_bits} and "
+                f"value_bits={self.value_bits}; give these alone"
+            )
         for name in ("key_bits", "value_bits"):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, self.bits)
-        for name in ("bits", "key_bits", "value_bits"):
-            if getattr(self, name) not in SUPPORTED or isinstance(getattr(self, name), bool):
+                object.__setattr__(self, name, 4 if bits is None else bits)
+            if getattr(self, name) not in SUPPORTED or type(getattr(self, name)) is not int:
                 raise ValueError(f"MixedPrecision: {name} must be 2, 4 or 8, got {getattr(self, name)!r}")
         if self.group_size is not None:
             self.require(group_size=1)

@@ -101,9 +101,16 @@ class AffineRows(PackedRows):
 
     @classmethod
     def of(cls, rows: Rows, bits: int, group_size: int, rotated: bool = False) -> AffineRows:
-        """Packs finite `rows`. Scale and zero point are bfloat16 for float32 rows, else in the dtype of the rows."""
+        """Packs finite `rows`. Scale and zero point are bfloat16 for float32 rows, else in the dtype of the rows.
+
+        Raises ValueError for rows so large that they overflow float32 when they are rotated.
+        """
         scale_dtype = torch.bfloat16 if rows.dtype == torch.float32 else rows.dtype
         source = ops.hadamard(rows) if rotated else rows
+        if rotated and not bool(source.isfinite().all()):
+            raise ValueError(
+                f"keys up to {float(rows.abs().max()):.1e} overflow when they are rotated: set rotate_keys=False"
+            )
         codes, scale, zero_point = ops.pack(source, bits, group_size, scale_dtype)
         return cls(rows.shape[-1], rows.dtype, codes, scale, zero_point, bits, group_size, rotated)
 
@@ -111,7 +118,7 @@ class AffineRows(PackedRows):
         """The rows, decoded, in `dtype`."""
         dtype = torch.float32 if self.rotated else self.dtype
         rows = ops.unpack(self.codes, self.scale, self.zero_point, self.bits, self.group_size, self.width, dtype)
-        return ops.hadamard(rows).to(self.dtype) if self.rotated else rows
+        return ops.narrowed(ops.hadamard(rows), self.dtype) if self.rotated else rows
 
     def dot(self, query: Tensor) -> Tensor:
         """`q . x`, from the codes; a rotation is applied to the queries instead of the rows."""

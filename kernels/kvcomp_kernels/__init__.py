@@ -1,0 +1,1 @@
+"""Kernels that run in place of the torch definitions in `kvcomp`."""
