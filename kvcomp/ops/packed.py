@@ -117,13 +117,13 @@ def hadamard(x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
     batch and on any device. Raises ValueError for a width that 8 does not divide.
     """
     block = hadamard_block(x.shape[-1])
-    rotated = x.float().unflatten(-1, (-1, block))
+    rotated = (x.float() / math.sqrt(block)).unflatten(-1, (-1, block))  # first, so that sums overflow no sooner
     half = 1
     while half < block:
         first, second = rotated.unflatten(-1, (-1, 2, half)).unbind(-2)
         rotated = torch.stack((first + second, first - second), dim=-2).flatten(-3)
         half *= 2
-    return rotated.flatten(-2) / math.sqrt(block)
+    return rotated.flatten(-2)
 
 
 def _blocks(rows: int) -> list[slice]:
