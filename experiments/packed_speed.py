@@ -66,8 +66,9 @@ def measure(length: int, dtype: torch.dtype, steps: int, advance: Callable[[int]
     """A line for each cache of one length and dtype."""
     model = build_model(dtype)
     tested = variants(length, dtype, model, steps)
-    for variant in tested:  # once through a compression, whose first memory is slow to come by
-        variant.decode(INTERVAL + 2)
+    for variant in tested:  # what compresses, once through a compression, whose first memory is slow to come by
+        compresses = variant.name in compressors(length)
+        variant.decode(INTERVAL + 2 if compresses else 2)
         variant.steps.clear()
         variant.compressions.clear()
     for _ in range(steps // TURN):

@@ -110,6 +110,7 @@ def hadamard_block(width: int) -> int:
     return block
 
 
+@with_kernel
 def hadamard(x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
     """`x` times the orthonormal Walsh-Hadamard matrix, block by block, in float32; its own inverse.
 

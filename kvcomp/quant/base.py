@@ -13,7 +13,7 @@ from kvcomp import ops
 from kvcomp.core import EMPTY, KV, Observed, Rows, Score, ValueRows
 from kvcomp.evict.base import LARGEST, ranked
 from kvcomp.pipeline import Composable
-from kvcomp.quant.mixed import MixedKV, Packed, Part, taken
+from kvcomp.quant.mixed import MixedKV, Packed, only
 from kvcomp.quant.packed import PackedRows
 
 ExactBy = Literal["value_range", "key_range", "random", "none"]
@@ -79,9 +79,7 @@ class Quantizer(Composable, ABC):
         exact = self._exact(kv, older, seen)
         packed = self._packed(only(older, (older.positions != EMPTY) & ~exact))
         if isinstance(kv, MixedKV):
-            packed = kv.packed.join(packed)
-            used = packed.positions != EMPTY
-            packed = packed if bool(used.all()) else only(packed, used)
+            packed = kv.packed.extended(packed)
         return MixedKV(packed, only(older, exact), newest, kv.rows)
 
     def _exact(self, kv: KV, older: KV, seen: Observed) -> Tensor:
@@ -135,10 +133,3 @@ def _split(kv: KV, recent: int) -> tuple[KV, KV]:
     newest = newest.scatter_(2, kv.order[:, :, kv.rows - recent :], True)[:, :, kv.packed.rows :]
     loose = kv.exact.join(kv.recent)  # exact rows are older than recent ones
     return only(loose, ~newest & (loose.positions != EMPTY)), only(loose, newest)
-
-
-def only(part: Part, chosen: Tensor) -> Part:
-    """The `chosen` rows in their order, as new tensors; heads with fewer than others get empty slots at the end."""
-    count = chosen.sum(-1, keepdim=True)
-    index = (~chosen).to(torch.uint8).argsort(dim=-1, stable=True)[:, :, : int(count.max())]
-    return taken(part, index, torch.arange(index.shape[2], device=index.device) < count)

@@ -49,6 +49,12 @@ class Packed:
         positions = torch.cat([self.positions, other.positions], dim=2)
         return Packed(self.keys.join(other.keys), self.values.join(other.values), positions, mass)
 
+    def extended(self, other: Packed) -> Packed:
+        """These rows and those of `other`, as new tensors; slots that a head leaves empty stand behind its rows."""
+        full = int((self.positions != EMPTY).sum(-1).min())  # slots before this one are in use by every head
+        uneven = self.map(lambda tensor: tensor[:, :, full:]).join(other)
+        return self.map(lambda tensor: tensor[:, :, :full]).join(only(uneven, uneven.positions != EMPTY))
+
 
 class MixedKV(KV):
     """Rows of which most are packed; `exact` and `recent` ones are in the model dtype.
@@ -142,3 +148,10 @@ def _within(part: Part, slots: Tensor, start: int) -> Part:
     index = torch.arange(int((last - first).max()), device=slots.device) + first
     own = slots.gather(2, index.clamp_max(slots.shape[2] - 1)) - start
     return taken(part, own, index < last)
+
+
+def only(part: Part, chosen: Tensor) -> Part:
+    """The `chosen` rows in their order, as new tensors; heads with fewer than others get empty slots at the end."""
+    count = chosen.sum(-1, keepdim=True)
+    index = (~chosen).to(torch.uint8).argsort(dim=-1, stable=True)[:, :, : int(count.max())]
+    return taken(part, index, torch.arange(index.shape[2], device=index.device) < count)

@@ -101,3 +101,12 @@ def test_after_a_fork():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         """
     run_python(textwrap.dedent(code))
+
+
+@pytest.mark.parametrize("width", [8, 64, 80, 96, 128, 256])
+def test_the_rotation_has_the_bits_of_its_definition(width):
+    for rows in (torch.randn(2, 3, 65, width), torch.randn(2, 3, width, 65).transpose(2, 3), torch.randn(0, width)):
+        before = rows.clone()
+        for x in (rows, rows.bfloat16()):
+            assert torch.equal(cpu.hadamard(x), ops.hadamard(x))
+        assert torch.equal(rows, before)

@@ -1,4 +1,4 @@
-"""Rows in 2, 4 or 8 bits on CPU, compiled by numba: `unpack` and the two products that decoding takes from codes.
+"""Rows in 2, 4 or 8 bits on CPU, compiled by numba: decoding them, and the products that attention takes from codes.
 
 Names, arguments and results are those of the definitions in `kvcomp.ops.packed`. A row is decoded into a few vectors
 that stay in the nearest cache and serve all query heads of its KV head, so no decoded row reaches memory. The loops are
@@ -10,6 +10,7 @@ written for the compiler to make vectors of: integers of 32 bit and slices of eq
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
+
+from kvcomp.ops.packed import hadamard_block
 
 FREE = {"reassoc", "contract", "nsz"}
 """A sum may be taken in any order and fused with its products; not so in `unpack`, which has one right answer."""
@@ -106,6 +109,34 @@ def _unpack(codes, half_scale, half_zero, rows, bits, group_size):
                 scale, zero = half_scale[head, row, group], half_zero[head, row, group]
                 for channel in range(len(left)):
                     left[channel] = np.float32(2) * (zero + right[channel] * scale)
+
+
+@_compiled()
+def _hadamard(rows, block):
+    for row in range(len(rows)):
+        for start in range(0, rows.shape[1], 8):  # the first three rounds, in registers
+            eight = rows[row, start : start + 8]
+            a, b, c, d, e, f, g, h = eight[0], eight[1], eight[2], eight[3], eight[4], eight[5], eight[6], eight[7]
+            a, b, c, d, e, f, g, h = a + b, a - b, c + d, c - d, e + f, e - f, g + h, g - h
+            a, b, c, d, e, f, g, h = a + c, b + d, a - c, b - d, e + g, f + h, e - g, f - h
+            a, b, c, d, e, f, g, h = a + e, b + f, c + g, d + h, a - e, b - f, c - g, d - h
+            eight[0], eight[1], eight[2], eight[3], eight[4], eight[5], eight[6], eight[7] = a, b, c, d, e, f, g, h
+        half = 8
+        while half < block:
+            for start in range(0, rows.shape[1], 2 * half):
+                left, right = rows[row, start : start + half], rows[row, start + half : start + 2 * half]
+                for channel in range(half):
+                    first, second = left[channel], right[channel]
+                    left[channel], right[channel] = first + second, first - second
+            half *= 2
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """`x` times the orthonormal Walsh-Hadamard matrix; the same bits as the definition."""
+    block = hadamard_block(x.shape[-1])
+    rotated = (x.float() / math.sqrt(block)).contiguous()
+    _hadamard(rotated.view(-1, x.shape[-1]).numpy(), block)
+    return rotated
 
 
 def packed_dot(query: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor, bits: int, group_size: int) -> Tensor:
