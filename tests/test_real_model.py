@@ -8,15 +8,10 @@ import torch
 
 from kvcomp import CompressedCache, ops
 from kvcomp.evict import CurDKV, Random, ScoreEvictor, VaSE
-from kvcomp.models import SMOLLM2, load
+from kvcomp.quant import MixedPrecision
 
 pytestmark = pytest.mark.real_model
 LENGTH, CHUNK, BUDGET = 1536, 64, 256
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    return load(SMOLLM2)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +57,18 @@ def test_evicting_the_largest_ranges_is_worst_and_resampling_pays(smollm2, text)
     assert losses["full"] < losses["random"] < losses["smallest"]
     assert losses["dkv"] < losses["fixed"]
     assert losses["full"] < losses["attnv"] < losses["smallest"]
+
+
+def test_quantization_stays_within_its_limits_alone_and_after_eviction(smollm2, text):
+    model = smollm2[0]
+    evicted, k8v4, rotated = VaSE(BUDGET), MixedPrecision.k8v4(), MixedPrecision.k4v4_rotated()
+    methods = {"full": Random(LENGTH), "k8v4": k8v4, "rotated": rotated, "int2": MixedPrecision(2, exact=0.0)}
+    methods |= {"evicted": evicted, "evicted | k8v4": evicted | k8v4}
+    short = text[:, : LENGTH // 2]
+    losses = {name: loss(model, CompressedCache(model, method), short) for name, method in methods.items()}
+    assert abs(losses["k8v4"] - losses["full"]) < 0.005 and abs(losses["rotated"] - losses["full"]) < 0.02
+    assert losses["evicted | k8v4"] - losses["evicted"] < 0.01
+    assert losses["int2"] > losses["full"] + 0.3
 
 
 def test_a_quarter_of_the_rows_holds_a_quarter_of_the_bytes(smollm2, text):
