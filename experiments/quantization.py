@@ -183,7 +183,8 @@ def write_markdown(path: Path, label: str, table: list[list[str]], limits: list[
         f"{source['transformers']}; float32; {told['settings']['minutes']:.1f} minutes.", "",
         (__doc__ or "").split("\n\n")[1].replace("\n", " "), "",
         "| " + " | ".join(COLUMNS) + " |", "| --- " + "| ---: " * (len(COLUMNS) - 1) + "|",
-        *("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table), "", *(f"- {sentence(limit)}" for limit in limits),
+        *("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table), "",
+        *(f"- {sentence(limit)}" for limit in limits),
     ]  # fmt: skip
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
