@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import typer
@@ -19,6 +19,7 @@ from kvcomp.evict import METHODS
 from kvcomp.pipeline import Pipeline
 from kvcomp.quant.spec import parse_compressor
 from kvcomp.report import cli as report_cli
+from kvcomp.report.cli import plain_errors
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -62,6 +63,21 @@ Without the hub, after a prompt of 2,000 tokens, for another program:
 GB is 10^9 bytes, GiB is 2^30. `--method full` leaves eviction out, `--quantize full` quantization."""
 
 
+PromptFile: TypeAlias = Annotated[
+    Path | None, typer.Option(help="A text file to ask instead.", exists=True, dir_okay=False)
+]
+Method: TypeAlias = Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}; or full: nothing is evicted.")]
+Settings: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--set", help="A setting of the method, name=value; repeatable.")
+]
+Quantize: TypeAlias = Annotated[
+    str | None, typer.Option(help="How to pack the rows kept: k8v4, k4v4_rotated, int8, 'int4 g64 exact=0.05', ...")
+]
+TopP: TypeAlias = Annotated[
+    float, typer.Option(help="With a temperature: mass of the tokens to draw from.", min=0.0, max=1.0)
+]
+
+
 @app.callback()
 def main() -> None:
     """Keep the KV cache of a reasoning model at a fixed size."""
@@ -71,27 +87,17 @@ def main() -> None:
 def generate(
     model: Annotated[str, typer.Option(help="Hub id, folder, .gguf file, or smollm2-135m.")],
     prompt: Annotated[str | None, typer.Option(help="What to ask; - reads standard input.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="A text file to ask instead.", exists=True, dir_okay=False)
-    ] = None,
-    method: Annotated[
-        str, typer.Option(help=f"One of {', '.join(METHODS)}; or full: nothing is evicted.")
-    ] = "vase-attnv",
+    prompt_file: PromptFile = None,
+    method: Method = "vase-attnv",
     budget: Annotated[int, typer.Option(help="Rows kept per KV head.")] = 1024,
     interval: Annotated[int, typer.Option(help="New tokens between two compressions.")] = 64,
     protect_prompt: Annotated[bool, typer.Option(help="Never evict a prompt token.")] = False,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting of the method, name=value; repeatable.")
-    ] = None,
-    quantize: Annotated[
-        str | None, typer.Option(help="How to pack the rows kept: k8v4, k4v4_rotated, int8, 'int4 g64 exact=0.05', ...")
-    ] = None,
+    set_: Settings = None,
+    quantize: Quantize = None,
     seed: Annotated[int, typer.Option(help="Fixes eviction noise and sampling.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 512,
     temperature: Annotated[float, typer.Option(help="0: greedy.", min=0.0)] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="With a temperature: mass of the tokens to draw from.", min=0.0, max=1.0)
-    ] = 1.0,
+    top_p: TopP = 1.0,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the model's chat template if it has one.")] = True,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     attention: Annotated[str, typer.Option(help="sdpa, eager or flash_attention_2.")] = "sdpa",
@@ -99,7 +105,7 @@ def generate(
 ) -> None:
     """Answer a prompt with a compressed cache. The answer goes to standard output, the memory it took to standard
     error."""
-    try:
+    with plain_errors(console):
         text = _prompt_text(prompt, prompt_file)
         compressor = build_method(method, budget, protect_prompt, set_ or [], quantize)
         sampling = (
@@ -107,9 +113,6 @@ def generate(
         )
         settings = {"max_new_tokens": max_new_tokens, **sampling}
         _generate(text, compressor, (model, dtype, attention, device), interval, seed, chat, settings)
-    except (ValueError, NotImplementedError) as error:
-        console.print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(2) from error
 
 
 @app.command(epilog=PLAN_EXAMPLES)
@@ -125,21 +128,16 @@ def plan(
     ),
     budget: Annotated[int, typer.Option(help="Rows kept per KV head.")] = 4096,
     interval: Annotated[int, typer.Option(help="New tokens between two compressions.")] = 64,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting of the method, name=value; repeatable.")
-    ] = None,
+    set_: Settings = None,
     quantize: Annotated[str, typer.Option(help="How to pack rows; full: not at all.")] = "k8v4",
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
     """Say what weights and KV cache take, and how many texts fit, from the model's config alone."""
     from kvcomp.plan import plan as make
 
-    try:
+    with plain_errors(console):
         compressor = build_method(method, budget, False, set_ or [], quantize)
         found = make(model, compressor, batch, length, prompt=prompt, interval=interval, dtype=dtype, memory=memory)
-    except (ValueError, NotImplementedError) as error:
-        console.print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(2) from error
     print(json.dumps(found.to_json(), indent=2)) if as_json else Console().print(found.table())
 
 

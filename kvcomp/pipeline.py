@@ -13,7 +13,7 @@ class Composable:
     unpacked: int | None = None
 
     def __or__(self, other: Compressor) -> Pipeline:
-        return Pipeline((*_stages(self), *_stages(other)))
+        return Pipeline((*stages_of(self), *stages_of(other)))
 
     def check_prompt(self, tokens: int) -> None:
         """Any prompt is held."""
@@ -98,7 +98,8 @@ class Pipeline(Composable):
         return kv
 
 
-def _stages(compressor: object) -> tuple[Compressor, ...]:
+def stages_of(compressor: object) -> tuple[Compressor, ...]:
+    """The stages of a pipeline, or the compressor itself. Raises TypeError for what is no Compressor."""
     if isinstance(compressor, Pipeline):
         return compressor.stages
     if isinstance(compressor, Compressor):

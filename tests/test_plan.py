@@ -8,6 +8,7 @@ import torch
 from support import CONFIGS, FAMILIES, SHAPE, run_python, tiny, tokens
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     BloomConfig,
     DeepseekV3Config,
     DynamicCache,
@@ -111,6 +112,7 @@ def test_heads_that_differ_stay_within_the_bound(evictor):
         row = (even.codes + even.scales) / packed + 2 * 3 * 2 * 4  # position: layers, batch, heads, bytes
         assert 0 < case.extra_rows <= 8 + 10
         assert memory.total <= even.total + case.extra_rows * row
+        assert case.peak >= even.total + case.extra_rows * row and memory.total <= case.peak
         assert (memory.keys, memory.values, memory.queries) == (even.keys, even.values, even.queries)
         assert memory.exact <= even.exact
 
@@ -212,6 +214,16 @@ def test_the_largest_batch_fits_and_one_more_does_not():
         assert fits.weights + fits.cases[name].peak <= 2 * 10**9 < fits.weights + too_many.cases[name].peak
 
 
+def test_extra_rows_are_part_of_the_largest_batch():
+    compressor, (llama, bf16) = RKV(40, recent=2) | EXACT, (CONFIGS["llama"](), {"dtype": "fp32"})
+    case = plan(llama, compressor, 1, 120, **bf16).cases["both"]
+    row = (case.memory.codes + case.memory.scales) / (40 - 8 - EXACT.exact_rows(32)) + 2 * 2 * 4
+    weights = plan(llama, None, 1, 1, **bf16).weights
+    assert case.peak == case.memory.total + case.extra_rows * row
+    found = plan(llama, compressor, 1, 120, memory=weights + 3 * case.peak - 1, **bf16)
+    assert found.cases["both"].largest_batch == 2
+
+
 def test_the_same_whatever_the_batch_at_which_it_is_asked():
     asked = [plan(CONFIGS["gemma3"](), STREAM | PLAIN, batch, 60, memory="1MB") for batch in (1, 7)]
     assert len({json.dumps([case.largest_batch for case in found.cases.values()]) for found in asked}) == 1
@@ -221,14 +233,14 @@ def test_the_same_whatever_the_batch_at_which_it_is_asked():
     ("text", "count"),
     [
         ("80GB", 80 * 10**9), ("24GiB", 24 * 2**30), ("512 MiB", 512 * 2**20), ("1.5tb", 15 * 10**11), ("7 kB", 7000),
-        (12, 12), ("12B", 12),
+        (12, 12), ("12B", 12), (80e9, 80 * 10**9),
     ],
 )  # fmt: skip
 def test_units_of_memory(text, count):
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["80", "GB", "80 apples", "-1GB", "0GB", "", "1e3GB", 0, -5])
+@pytest.mark.parametrize("text", ["80", "GB", "80 apples", "-1GB", "0GB", "", "1e3GB", 0, -5, 0.5, True, float("inf")])
 def test_what_is_no_memory(text):
     with pytest.raises(ValueError, match="memory must be a number of B, KB.* such as 80GB or 24GiB, got"):
         parse_bytes(text)
@@ -254,6 +266,7 @@ LLAMA = LlamaConfig(**SHAPE)
         ((T5GemmaConfig(), None, 1, 10), {}, "t5gemma cannot be planned: Unrecognized configuration class .*"),
         ((BloomConfig(n_layer=1), None, 1, 10), {}, "bloom cannot be planned: it does not tell which layer attends"),
         ((JetMoeConfig(num_hidden_layers=1), None, 1, 10), {}, "jetmoe cannot be planned: its forward needs more"),
+        ((BertConfig(num_hidden_layers=1), None, 1, 10), {}, "bert cannot be planned: it is an encoder"),
         (("./nowhere", None, 1, 10), {}, "there is no file or folder ./nowhere"),
         (("nowhere.gguf", None, 1, 10), {}, "there is no file nowhere.gguf"),
     ],
@@ -268,6 +281,24 @@ def test_weights_that_exceed_the_memory():
     with pytest.raises(ValueError, match=r"weights alone take .* in bfloat16, 1 B more than the memory of"):
         plan(LLAMA, None, 1, 10, memory=found.weights - 1)
     assert plan(LLAMA, None, 1, 10, memory=found.weights).cases["full"].largest_batch == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "not a valid JSON file"),
+        ({"hidden_size": "big"}, "Validation error for field 'hidden_size': TypeError: Field 'hidden_size' expected"),
+        ({"num_key_value_heads": 0}, "division"),
+        ({"hidden_act": "foo"}, "KeyError 'foo'"),
+        ({"hidden_size": -1}, "negative dimension"),
+        ({"model_type": "none"}, "cannot read the config of .* model type `none` [^\n]*$"),
+    ],
+)
+def test_broken_configs(tmp_path, change, message):
+    text = json.dumps(Qwen3Config(**SHAPE).to_dict() | change) if change else "{"
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        plan(str(tmp_path), None, 1, 10)
 
 
 def test_latent_attention_is_refused():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from rich.markup import escape
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -18,7 +20,7 @@ from kvcomp.cache import CompressedCache
 from kvcomp.core import Compressor
 from kvcomp.memory import Memory, size
 from kvcomp.models import locate
-from kvcomp.pipeline import Pipeline
+from kvcomp.pipeline import Pipeline, stages_of
 from kvcomp.plan.dry_run import DryRun, Layers
 from kvcomp.plan.shapes import extra_rows
 from kvcomp.quant.spec import Full, describe
@@ -27,6 +29,10 @@ DTYPES = {
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16,
     "float32": torch.float32, "fp32": torch.float32,
 }  # fmt: skip
+BROKEN = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError, StrictDataclassError,
+)  # fmt: skip
+"""What transformers raises for a config that it cannot read, or that describes no model."""
 UNITS = {"B": 1} | {
     prefix + unit: base**power
     for unit, base in (("B", 1000), ("iB", 1024))
@@ -39,7 +45,7 @@ NOTES = (
 )
 UNEVEN = (
     "Heads may differ in how many rows they have packed: some may have up to {rows} more than counted, and the others "
-    "then leave slots empty."
+    "then leave slots empty; peak and largest batch have room for these."
 )
 
 
@@ -48,9 +54,9 @@ class Case:
     """One way to hold the cache of a whole batch.
 
     `memory`: at the end of the text, as `CompressedCache.memory()` says. `peak`: the most bytes held until then, that
-    is at the end, or while the last layer still holds all rows of the prompt. `largest_batch`: how many texts fit
-    beside the weights at that peak; None if no memory was given. `extra_rows`: packed rows per head that a cache may
-    hold beyond those counted; 0: it holds these bytes for any text.
+    is at the end, or while the last layer still holds all rows of the prompt; with `extra_rows`. `largest_batch`: how
+    many texts fit beside the weights at that peak; None if no memory was given. `extra_rows`: packed rows per head
+    that a cache may hold beyond those counted; 0: it holds these bytes for any text.
     """
 
     compressor: str
@@ -118,7 +124,7 @@ def plan(
     prompt: int = 1,
     interval: int = 64,
     dtype: str = "bfloat16",
-    memory: int | str | None = None,
+    memory: int | float | str | None = None,
 ) -> Plan:
     """Bytes of weights and cache after a `prompt` in one forward and single tokens up to `length`, without padding.
 
@@ -149,11 +155,11 @@ def plan(
     )  # fmt: skip
 
 
-def parse_bytes(text: int | str) -> int:
+def parse_bytes(text: int | float | str) -> int:
     """Bytes of `80GB` (10^9), `24GiB` (2^30), `512 MiB`, ... or a number. Raises ValueError for anything else."""
-    if isinstance(text, int):
-        text = f"{text}B"
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", text, re.IGNORECASE)
+    if isinstance(text, int | float) and not isinstance(text, bool) and math.isfinite(text):
+        text = f"{int(text)}B"
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", str(text), re.IGNORECASE)
     unit = next((unit for unit in UNITS if found is not None and unit.lower() == found[2].lower()), None)
     if found is None or unit is None or float(found[1]) == 0:
         raise ValueError(f"memory must be a number of {', '.join(UNITS)} above 0, such as 80GB or 24GiB, got {text!r}")
@@ -197,7 +203,7 @@ def _case(compressor: Compressor, run: DryRun, batch: int, left: int | None) -> 
 
 
 def _cases(compressor: Compressor) -> list[tuple[str, Compressor]]:
-    stages = compressor.stages if isinstance(compressor, Pipeline) else (compressor,)
+    stages = stages_of(compressor)
     evicting = tuple(stage for stage in stages if stage.budget is not None)
     packing = tuple(stage for stage in stages if stage.unpacked is not None)
     cases = [("eviction", evicting), ("quantization", packing), ("both", stages if evicting and packing else ())]
@@ -212,17 +218,25 @@ def _empty_model(model: str | PreTrainedConfig, dtype: str) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).eval()
-    except ValueError as error:  # its further lines list every model there is
-        raise ValueError(f"{config.model_type} cannot be planned: {str(error).splitlines()[0]}") from error
+    except BROKEN as error:
+        raise ValueError(f"{config.model_type} cannot be planned: {_first_line(error)}") from error
 
 
 def _config(name: str) -> PreTrainedConfig:
     source, settings = locate(name)
-    if (name.endswith(".json") or name.startswith((".", "/"))) and not Path(source).exists():
+    here = Path(source).exists()
+    if (name.endswith(".json") or name.startswith((".", "/"))) and not here:
         raise ValueError(f"there is no file or folder {name}")
     try:
         return AutoConfig.from_pretrained(source, **settings)
-    except OSError as error:
-        raise ValueError(
-            f"cannot find a config for {name!r}: it is no local path, and the hub says: {error}"
-        ) from error
+    except BROKEN as error:
+        what = "cannot read the config of" if here else "cannot find a config for"
+        why = "" if here else "it is no local path, and the hub says: "
+        raise ValueError(f"{what} {name!r}: {why}{_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    """What went wrong, without the further lines, which for example list every model there is."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    told = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__} {told}" if isinstance(error, KeyError) else told

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvcomp.core import Compressor
+from kvcomp.core import KV, Compressor
 from kvcomp.layer import CompressedLayer
 from kvcomp.memory import ROW_PARTS, Memory, held_tensors
-from kvcomp.plan.shapes import ShapesOnly, sized
+from kvcomp.plan.shapes import ShapesOnly, extra_bytes, sized
 
 RECORDER = "kvcomp_plan"
 """Name under which the attention function of `one_token` is registered."""
@@ -43,17 +43,19 @@ class DryRun:
     """A cache fed a prompt in one forward and then single tokens.
 
     `memory`: at the end; `after_prompt`: once every layer has taken the prompt; `whole`: what the prompt takes in a
-    layer that holds all of its rows for a moment, until it compresses them (0 if it does not).
+    layer that holds all of its rows for a moment, until it compresses them (0 if it does not); `extra`: what packed
+    rows may take beyond those counted, see `extra_rows`.
     """
 
     memory: Memory
     after_prompt: Memory
     whole: int
+    extra: int = 0
 
     @property
     def peak(self) -> int:
         """The most bytes held: at the end, or when the last layer has just compressed the prompt."""
-        return max(self.memory.total, self.after_prompt.total + self.whole)
+        return max(self.memory.total, self.after_prompt.total + self.whole) + self.extra
 
 
 class Layers:
@@ -91,9 +93,10 @@ class Layers:
         runs = [known[token.shape] for token in self.tokens.values()]
         parts = [{name: sum(held[end][name] for held, _, _ in runs) for name in runs[0][0][end]} for end in range(2)]
         rows = [max(rows[end] for _, rows, _ in runs) for end in range(2)]
-        return self._run(parts, rows, max(whole for _, _, whole in runs))
+        extra = sum(extra_bytes(compressor, _row(token, compressor)) for token in self.tokens.values())
+        return self._run(parts, rows, max(whole for _, _, whole in runs), extra)
 
-    def _run(self, parts: list[dict[str, int]], rows: list[int], whole: int) -> DryRun:
+    def _run(self, parts: list[dict[str, int]], rows: list[int], whole: int, extra: int = 0) -> DryRun:
         token = sum(token.key.nbytes + token.value.nbytes for token in self.tokens.values())
         elements = sum(token.key.numel() + token.value.numel() for token in self.tokens.values())
         nothing = dict.fromkeys((*ROW_PARTS, "mass", "queries"), 0)
@@ -104,7 +107,12 @@ class Layers:
             )
             for held, other, seen, kept in zip(parts, self.others, (self.prompt, self.length), rows, strict=True)
         )  # fmt: skip
-        return DryRun(memory, after_prompt, whole)
+        return DryRun(memory, after_prompt, whole, extra)
+
+
+def _row(token: Token, compressor: Compressor) -> KV:
+    kv = KV.of(token.key, token.value)
+    return replace(kv, mass=kv.keys.new_empty(kv.keys.shape[:3], dtype=torch.float32)) if compressor.accumulates else kv
 
 
 def one_token(model: PreTrainedModel, batch: int) -> tuple[list[Any], dict[int, Token]]:
@@ -113,9 +121,11 @@ def one_token(model: PreTrainedModel, batch: int) -> tuple[list[Any], dict[int, 
     The model is left with an attention that computes nothing. Raises ValueError for one that cannot run on shapes.
     """
     tokens: dict[int, Token] = {}
+    causal: set[bool] = set()
 
     def record(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         tokens[module.layer_idx] = Token(query, key, value)
+        causal.add(getattr(module, "is_causal", True))
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     AttentionInterface.register(RECORDER, record)
@@ -126,11 +136,13 @@ def one_token(model: PreTrainedModel, batch: int) -> tuple[list[Any], dict[int, 
     try:
         with torch.no_grad():
             model(torch.zeros(batch, 1, dtype=torch.int64, device="meta"), cache=cache, use_cache=True)
-    except (RuntimeError, NotImplementedError, AttributeError, ValueError, TypeError) as error:
+    except (RuntimeError, AttributeError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise ValueError(
             f"{model.config.model_type} cannot be planned: its forward needs more than shapes ({error}); load the "
             "model and measure with CompressedCache.memory()"
         ) from error
+    if causal == {False}:
+        raise ValueError(f"{model.config.model_type} cannot be planned: it is an encoder, so it has no use for a cache")
     return cache.layers, tokens
 
 
@@ -168,9 +180,8 @@ def _layer_run(
     while layer.count.seen < length:
         _feed(layer, token, min(length - layer.count.seen, _room(layer)))
         layer.settle()
-        if (
-            layer.count.fresh == 0
-        ):  # what comes after a compression depends on this state alone: whole rounds are left out
+        # What comes after a compression depends on this state alone: whole rounds are left out.
+        if layer.count.fresh == 0:
             state = (
                 *layer_parts(layer).values(),
                 layer.storage.rows,

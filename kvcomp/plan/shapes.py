@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcomp.core import KV, Compressor, Observed
-from kvcomp.pipeline import Composable, Pipeline
+from kvcomp.pipeline import Composable, stages_of
 from kvcomp.quant.base import Quantizer
 from kvcomp.quant.mixed import MixedKV, Packed, Part
 
@@ -37,7 +37,7 @@ class ShapesOnly(Composable):
     @property
     def stages(self) -> tuple[Compressor, ...]:
         """One compressor after the other."""
-        return self.compressor.stages if isinstance(self.compressor, Pipeline) else (self.compressor,)
+        return stages_of(self.compressor)
 
     @property
     def budget(self) -> int | None:
@@ -79,6 +79,18 @@ def extra_rows(compressor: Compressor) -> int:
         return 0
     older = max((compressor.budget or 0) - quantizer.recent, 0)
     return quantizer.recent - recent + quantizer.exact_rows(older) if older else 0
+
+
+def extra_bytes(compressor: Compressor, row: KV) -> int:
+    """Bytes of `extra_rows` in a layer in which every head has a `row` like this one."""
+    count = extra_rows(compressor)
+    quantizer = next((stage for stage in ShapesOnly(compressor).stages if isinstance(stage, Quantizer)), None)
+    if not count or quantizer is None:
+        return 0
+    packed = _packed_like(row, quantizer)
+    held = [*packed.keys.tensors.values(), *packed.values.tensors.values(), packed.positions]
+    held += [packed.mass] if packed.mass is not None else []
+    return count * sum(tensor.nbytes for tensor in held)
 
 
 def _evict(kv: KV, budget: int) -> KV:

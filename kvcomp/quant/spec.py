@@ -11,6 +11,7 @@ from kvcomp.core import KV, Compressor, Observed
 from kvcomp.evict import METHODS
 from kvcomp.pipeline import Composable, Pipeline
 from kvcomp.quant.base import Quantizer
+from kvcomp.quant.bitsandbytes import BitsAndBytes
 from kvcomp.quant.mixed_precision import MixedPrecision
 
 FULL = "full"
@@ -51,27 +52,26 @@ def parse_compressor(text: str) -> Compressor:
 
 def describe(compressor: Compressor) -> str:
     """A short text for `compressor`, which `parse_compressor` reads where it is one of kvcomp's own; else its repr."""
-    if isinstance(compressor, Pipeline):
+    if type(compressor) is Pipeline:
         return " | ".join(describe(stage) for stage in compressor.stages)
-    if isinstance(compressor, Full):
+    if compressor == Full():
         return FULL
-    if isinstance(compressor, MixedPrecision):
+    if type(compressor) is MixedPrecision:  # a subclass may do something else, so it is told apart by its repr
         keys, values = compressor.key_bits, compressor.value_bits
         words = [f"int{keys}" if keys == values else f"k{keys}v{values}"]
         words += ["rotated"] if compressor.rotate_keys else []
         words += [f"g{compressor.group_size}"] if compressor.group_size else []
         return " ".join(words + _shared(compressor))
-    if isinstance(compressor, Quantizer) and hasattr(compressor, "format"):
-        name = next((name for name, kind in BITSANDBYTES.items() if kind == compressor.format), None)
-        if name is not None:
-            size = getattr(compressor, "block_size", None)
-            return " ".join([name, *([f"g{size}"] if size else []), *_shared(compressor)])
+    if type(compressor) is BitsAndBytes:
+        name = next(name for name, kind in BITSANDBYTES.items() if kind == compressor.format)
+        size = compressor.block_size
+        return " ".join([name, *([f"g{size}"] if size else []), *_shared(compressor)])
     return _evictor_text(compressor)
 
 
 def _shared(quantizer: Quantizer) -> list[str]:
     """Words for the settings that every quantizer has, where they differ from what a text without them means."""
-    words = [f"exact={quantizer.exact:g}"] if quantizer.exact else []
+    words = [f"exact={quantizer.exact!r}"] if quantizer.exact else []
     usual = {"exact_by": "value_range", "sinks": 4, "recent": 64}
     return words + [
         f"{name}={getattr(quantizer, name)}" for name, value in usual.items() if getattr(quantizer, name) != value
@@ -120,10 +120,6 @@ def _mixed(settings: dict[str, Any], text: str) -> MixedPrecision:
 
 
 def _bitsandbytes(settings: dict[str, Any], text: str) -> Compressor:
-    try:
-        from kvcomp.quant.bitsandbytes import BitsAndBytes
-    except ImportError as error:
-        raise ValueError(f"{text!r} needs bitsandbytes: pip install 'kvcomp[bnb]' ({error})") from error
     if "group_size" in settings:
         settings["block_size"] = settings.pop("group_size")
     wrong = sorted(settings.keys() & {"bits", "key_bits", "value_bits", "rotate_keys"})
@@ -133,8 +129,14 @@ def _bitsandbytes(settings: dict[str, Any], text: str) -> Compressor:
 
 
 def _evictor(words: list[str]) -> Compressor:
-    pairs = dict(word.partition("=")[::2] for word in words[1:])
-    settings = {name: _value(value) for name, value in pairs.items()}
+    settings: dict[str, Any] = {}
+    for word in words[1:]:
+        name, equals, value = word.partition("=")
+        if not equals or not value:
+            raise ValueError(f"{words[0]} takes settings name=value, got {word!r}")
+        if name in settings:
+            raise ValueError(f"{' '.join(words)!r} says {name} twice")
+        settings[name] = _value(value)
     if "budget" not in settings:
         raise ValueError(f"{words[0]} needs a budget: write for example '{words[0]} budget=1024'")
     try:
@@ -145,8 +147,8 @@ def _evictor(words: list[str]) -> Compressor:
 
 def _setting(word: str, text: str) -> dict[str, Any]:
     """What one word of a quantizer sets."""
-    name, _, value = word.partition("=")
-    word = name.replace("-", "_") if not value else word
+    name, equals, value = word.partition("=")
+    word = word if equals else name.replace("-", "_")
     if word == FULL:
         return {FULL: True}
     if word in BITS:

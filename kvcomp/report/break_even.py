@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvcomp.core import KV, Compressor
-from kvcomp.pipeline import Pipeline
+from kvcomp.pipeline import Pipeline, stages_of
 from kvcomp.quant.base import Quantizer
 from kvcomp.quant.spec import describe
 from kvcomp.report.figures import BreakEven
@@ -105,8 +105,7 @@ def comparison(name: str, compressor: Compressor, like: KV) -> Comparison | None
 
 def quantizer_of(compressor: Compressor) -> Quantizer | None:
     """The stage that packs rows."""
-    stages = compressor.stages if isinstance(compressor, Pipeline) else (compressor,)
-    return next((stage for stage in stages if isinstance(stage, Quantizer)), None)
+    return next((stage for stage in stages_of(compressor) if isinstance(stage, Quantizer)), None)
 
 
 def uniform(base: Quantizer, like: KV) -> list[tuple[float, Quantizer]]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from kvcomp.core import KV, Compressor, Observed
 from kvcomp.quant.spec import describe
-from kvcomp.report.break_even import Comparison, comparison
+from kvcomp.report.break_even import Comparison, comparison, quantizer_of
 from kvcomp.report.figures import BreakEven, Figures, HeadFigures, ModelFigures, Point, Report, mean
-from kvcomp.report.inputs import DEFAULT, Compressors, Layers, layers_of, named
+from kvcomp.report.inputs import DEFAULT, Compressors, GivenLayers, check_sinks, layers_of, named
 from kvcomp.report.measure import Pair, contributions, measure_head, sample
 from kvcomp.report.provenance import provenance
 from kvcomp.report.storage import Stored
@@ -34,19 +35,24 @@ class Measured:
 
 
 @dataclass
-class Plan:
+class Measurements:
     """What is measured: the compressors `shown`, by name; `added`: which of them stand for the same bits as another;
-    `comparisons`: the break-evens."""
+    `comparisons`: the break-evens; `unjudged`: quantizers that have none."""
 
     shown: dict[str, Compressor]
     added: dict[str, str]
     comparisons: list[Comparison]
+    unjudged: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, compressors: Compressors, like: KV, compare: bool) -> Plan:
+    def of(cls, compressors: Compressors, like: KV, compare: bool) -> Measurements:
         """With `compare`, each quantizer with exact rows gets a uniform one of nearly equal bits beside it."""
         shown = named(compressors)
         found = [comparison(name, compressor, like) for name, compressor in shown.items()] if compare else []
+        unjudged = [
+            name for (name, each), judged in zip(shown.items(), found, strict=False)
+            if judged is None and quantizer_of(each) is not None
+        ]  # fmt: skip
         given = {describe(each.base) for each in found if each is not None and not each.assumed}
         comparisons = [
             each for each in found if each is not None and not (each.assumed and describe(each.base) in given)
@@ -54,11 +60,13 @@ class Plan:
         added = {}
         texts = {describe(compressor) for compressor in shown.values()}
         for each in comparisons:
-            text = describe(each.nearest)
+            text = key = describe(each.nearest)
             if not each.assumed and text not in texts:
-                shown[text], added[text] = each.nearest, each.name
+                while key in shown:  # a user's name for something else
+                    key += " (uniform)"
+                shown[key], added[key] = each.nearest, each.name
                 texts.add(text)
-        return cls(shown, added, comparisons)
+        return cls(shown, added, comparisons, unjudged)
 
     def measured(self) -> list[Measured]:
         """One for each compressor shown, and for each that only a comparison needs."""
@@ -72,9 +80,9 @@ class Plan:
 
 
 def report_tensors(
-    keys: Layers,
-    values: Layers,
-    queries: Layers | None = None,
+    keys: GivenLayers,
+    values: GivenLayers,
+    queries: GivenLayers | None = None,
     compressors: Compressors = DEFAULT,
     *,
     scaling: float | None = None,
@@ -95,26 +103,33 @@ def report_tensors(
     Raises ValueError for shapes that do not fit, NaN and infinity, a text that cannot be read, and rows of which a
     quantizer would pack none.
     """
+    check_sinks(sinks)
     layers = layers_of(keys, values, queries, scaling, seed)
-    plan = Plan.of(compressors, layers[0][0], compare)
+    todo = Measurements.of(compressors, layers[0][0], compare)
     kv, seen = layers[0]
     settings = {
         **provenance(), "source": "tensors", "layers": len(layers), "shape": list(kv.keys.shape),
         "dtype": str(kv.keys.dtype).removeprefix("torch."), "seed": seed, "sinks": sinks,
         "window": 0 if seen.queries is None else seen.queries.shape[2],
     }  # fmt: skip
-    return assemble(plan, measure_layers(layers, len(layers), plan, sinks, progress), settings, [], {})
+    return assemble(todo, measure_layers(layers, len(layers), todo, sinks, progress), settings, [], {})
 
 
 def measure_layers(
-    layers: Iterable[tuple[KV, Observed]], count: int, plan: Plan, sinks: int, progress: Progress | None
+    layers: Iterable[tuple[KV, Observed]],
+    count: int,
+    todo: Measurements,
+    sinks: int,
+    progress: Progress | None,
+    window: int | None = None,
 ) -> list[Measured]:
-    """Compresses `count` layers with everything in `plan`, and throws the result away layer by layer."""
-    measured = plan.measured()
+    """Compresses `count` layers with everything in `todo`, and throws the result away layer by layer. `window`: as in
+    `Pair.of`."""
+    measured = todo.measured()
     for index, (kv, seen) in enumerate(layers):
         share = -(-POINTS // (count * kv.keys.shape[1]))
         for step, each in enumerate(measured):
-            _measure(each, Pair.of(kv, seen, each.compressor), sinks, share)
+            _measure(each, Pair.of(kv, seen, each.compressor, window), sinks, share)
             if progress is not None:
                 progress("measuring", index * len(measured) + step + 1, count * len(measured))
     return measured
@@ -122,31 +137,40 @@ def measure_layers(
 
 def _measure(each: Measured, pair: Pair, sinks: int, points: int) -> None:
     """Adds one layer to what is known about a compressor."""
-    heads = pair.kept.keys.shape[1]
     queries = pair.seen.queries
-    each.stored.add(pair.result, pair.whole, heads if queries is None else queries.shape[1])
+    each.stored.add(pair.result, pair.whole, 0 if queries is None else queries.shape[1])
     for head, part in enumerate(pair.heads()):
         keys, values = (float(side.sum()) for side in contributions(part))
         each.errors = each.errors[0] + keys, each.errors[1] + values
+        figures = measure_head(part, each.shown or "", head, sinks)
+        numbers = (keys, values, *asdict(figures).values())
+        if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
+            raise ValueError(
+                f"errors in layer {pair.seen.layer} overflow with {each.compressor!r}: scale the rows down"
+            )
         if each.shown is not None:
-            each.heads.append(measure_head(part, each.shown, head, sinks))
+            each.heads.append(figures)
             each.points += sample(part, head, points, sinks)
 
 
 def assemble(
-    plan: Plan, measured: list[Measured], settings: dict[str, Any], notes: list[str], model: dict[str, ModelFigures]
+    todo: Measurements,
+    measured: list[Measured],
+    settings: dict[str, Any],
+    notes: list[str],
+    model: dict[str, ModelFigures],
 ) -> Report:
     """The report of all that was measured; `model`: figures of a model by the name of the compressor."""
     errors = {describe(each.compressor): each.errors for each in measured}
     weighted = bool(settings["window"])
     shown = [each for each in measured if each.shown is not None]
-    judged = [each.result(errors, weighted) for each in plan.comparisons]
+    judged = [each.result(errors, weighted) for each in todo.comparisons]
     return Report(
-        [_figures(each, plan.added, model) for each in shown],
+        [_figures(each, todo.added, model) for each in shown],
         [each for each in judged if each is not None],
         [head for each in shown for head in each.heads],
         {str(each.shown): each.points for each in shown},
-        [*notes, *_notes(settings, judged, shown)],
+        [*notes, *_notes(settings, judged, shown), *_unjudged(todo)],
         {**settings, "compressors": {str(each.shown): repr(each.compressor) for each in shown}},
     )
 
@@ -178,3 +202,12 @@ def _notes(settings: dict[str, Any], judged: list[BreakEven | None], shown: list
     if any(each is None for each in judged):
         notes.append("A quantizer without any error has no break-even.")
     return notes
+
+
+def _unjudged(todo: Measurements) -> list[str]:
+    if not todo.unjudged:
+        return []
+    return [
+        f"No break-even for {', '.join(todo.unjudged)}: either no uniform setting has more bits and a smaller error, "
+        "or the rows are too few for a share of them to be exact."
+    ]

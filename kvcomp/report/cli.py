@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -34,15 +35,19 @@ CHARACTERS = 32
 """Characters of the text that are looked at for each token that is read."""
 
 
+Text: TypeAlias = Annotated[
+    Path | None, typer.Option(help="What is read; else Python's help topics.", exists=True, dir_okay=False)
+]
+Out: TypeAlias = Annotated[
+    Path | None, typer.Option(help="Folder for report.json, .csv, .html and PNG plots.", file_okay=False)
+]
+
+
 def report(
     model: Annotated[str, typer.Option(help="Hub id, folder, .gguf file, or smollm2-135m.")],
-    text: Annotated[
-        Path | None, typer.Option(help="What is read; else Python's help topics.", exists=True, dir_okay=False)
-    ] = None,
+    text: Text = None,
     compressor: Annotated[list[str] | None, typer.Option(help=f"Repeatable; without it: {', '.join(DEFAULT)}.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for report.json, .csv, .html and PNG plots.", file_okay=False)
-    ] = None,
+    out: Out = None,
     plots: Annotated[bool, typer.Option(help="With --out: draw plots and the page (extra `report`).")] = True,
     layers: Annotated[bool, typer.Option(help="Print a table of the layers of each compressor.")] = False,
     predict: Annotated[bool, typer.Option(help="Read the text through each cache: KL, top-1, perplexity.")] = True,
@@ -60,40 +65,63 @@ def report(
     The report goes to standard output, the progress to standard error.
     """
     console = Console(stderr=True)
-    try:
+    with plain_errors(console):
         compressors = named(compressor or DEFAULT)
-        if out is not None and plots:
-            from kvcomp.report.plots import require_matplotlib
-
-            require_matplotlib()
+        _prepare(out, plots)
         name, content = _text(text)
         source = (model, dtype, attention, device)
         settings = {"window": window, "chunk": chunk, "interval": interval, "seed": seed, "predict": predict}
         made = _measured(content[: CHARACTERS * length], length, source, compressors, settings, name, console)
-    except (ValueError, NotImplementedError) as error:
-        console.print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(2) from error
     from kvcomp.report import table
 
     printed = Console()
     table.show(made, printed if printed.width >= NARROWEST else Console(width=NARROWEST), layers)
     if out is not None:
-        for path in write(made, out, plots):
-            console.print(f"written: {escape(str(path))}", soft_wrap=True)
+        with plain_errors(console):
+            for path in write(made, out, plots):
+                console.print(f"written: {escape(str(path))}", soft_wrap=True)
+
+
+@contextmanager
+def plain_errors(console: Console) -> Iterator[None]:
+    """Ends the command with 2 and one line where the user asked for what cannot be done, without a traceback."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, OSError) as error:
+        console.print(f"[bold red]error:[/bold red] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+def _prepare(out: Path | None, plots: bool) -> None:
+    """Looks for all that writing needs before anything is measured, and makes the folder."""
+    if out is None:
+        return
+    if plots:
+        from kvcomp.report.plots import require_matplotlib
+
+        require_matplotlib()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the folder {out}: {error}") from error
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot write into the folder {out}: no permission")
 
 
 def write(report: Report, folder: Path, plots: bool = True) -> list[Path]:
-    """Writes `report.json`, `report.csv` and, with `plots`, `report.html` and the PNG files. Raises ValueError if
-    matplotlib is needed and not installed."""
+    """Writes `report.json`, `report.csv` and, with `plots`, `report.html` and the PNG files, the numbers
+    first. Raises ValueError if matplotlib is needed and not installed."""
     from kvcomp.report import html
     from kvcomp.report import plots as drawing
 
-    drawn = drawing.draw(report) if plots else []
+    if plots:
+        drawing.require_matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "report.json", folder / "report.csv"]
     paths[0].write_text(report.to_json() + "\n", encoding="utf-8")
     report.write_csv(paths[1])
     if plots:
+        drawn = drawing.draw(report)
         paths += [folder / "report.html", *drawing.write(drawn, folder)]
         html.write(report, drawn, paths[2])
     return paths

@@ -19,7 +19,7 @@ Point: TypeAlias = tuple[int, int, float, float, float, float]
 @dataclass(frozen=True)
 class HeadFigures:
     """Errors of one compressor in one layer and KV head. Batch rows are pooled. None: does not exist, as there is no
-    error or there are no queries.
+    error, there are no queries, or the median is 0.
 
     Errors are those of the rows older than the `recent` ones (of an evictor: of the rows it keeps). `key_error`,
     `value_error`: `|X - X'|_F / |X|_F`; `key_snr`, `value_snr`: `-20 log10` of it, in dB. `output_error`: the same of
@@ -38,8 +38,8 @@ class HeadFigures:
     key_snr: float | None
     value_snr: float | None
     output_error: float | None
-    key_spread: float
-    value_spread: float
+    key_spread: float | None
+    value_spread: float | None
     value_top_2: float | None
     value_top_5: float | None
     value_top_10: float | None
@@ -77,8 +77,9 @@ class Figures:
     part, over all layers: codes, scales (and zero points), exact (rows in the model dtype), recent (the newest ones),
     positions. `full`: bytes of the rows in the model dtype. `bits`: stored bits per element of keys and values;
     `older_bits`: the same without recent rows; `bits_at_16`: `older_bits` without positions, exact rows counted at 16
-    bits. `decode_bytes`: logits and probabilities of one step of a layer, read from codes; `layer_bytes`: keys and
-    values of one layer, decoded.
+    bits. Of what a layer takes for a moment these are lower bounds: `decode_bytes`: logits and probabilities of one
+    step, read from codes; `layer_bytes`: its keys and values, decoded. 0 where nothing is packed, and the first of them
+    where the query heads are not known.
     """
 
     compressor: str

@@ -34,15 +34,13 @@ def page(report: Report, plots: list[Plot]) -> str:
     """The whole page. Every figure is an image inside it with a text for those who do not see it."""
     settings = report.settings
     title = f"Quantization error report: {settings['source']}"
-    shape = " x ".join(map(str, settings["shape"]))
-    subtitle = f"{shape} {'rows' if settings['source'] == 'tensors' else 'tokens'}, {settings['dtype']}"
     verdicts = "".join(
         f'<li class="{"pays" if each.pays else "loses"}">{html.escape(table.sentence(each, report))}</li>'
         for each in report.break_even
     )
     parts = [
         f"<h1>{html.escape(title)}</h1>",
-        f'<p class="note">{html.escape(subtitle)}; kvcomp {html.escape(str(settings["kvcomp"]))}, '
+        f'<p class="note">{html.escape(table.read(report))}; kvcomp {html.escape(str(settings["kvcomp"]))}, '
         f"{html.escape(str(settings['date']))}</p>",
         _sheet(table.summary(report)),
         f'<h2>Break-even of exact rows</h2><ul class="verdicts">{verdicts}</ul>' if verdicts else "",

@@ -14,11 +14,17 @@ from kvcomp.core import KV, Compressor, Observed
 from kvcomp.quant.spec import describe, parse_compressor
 
 Array: TypeAlias = Tensor | NDArray[Any]
-Layers: TypeAlias = Array | Sequence[Array]
+GivenLayers: TypeAlias = Array | Sequence[Array]
 Compressors: TypeAlias = Sequence[Compressor | str] | Mapping[str, Compressor | str]
 DEFAULT = ("k8v4", "k4v4_rotated", "int4 g64", "int4 g64 exact=0.05")
 """Compressors of a report that names none."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_sinks(sinks: int) -> None:
+    """Raises ValueError for what is no number of tokens."""
+    if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
+        raise ValueError(f"sinks must be an int of at least 0, got {sinks!r}")
 
 
 def named(compressors: Compressors) -> dict[str, Compressor]:
@@ -28,6 +34,7 @@ def named(compressors: Compressors) -> dict[str, Compressor]:
         raise TypeError(f"compressors is a list: write [{compressors!r}]")
     pairs = compressors.items() if isinstance(compressors, Mapping) else ((None, each) for each in compressors)
     found: dict[str, Compressor] = {}
+    texts: dict[str, str] = {}
     for name, given in pairs:
         compressor = parse_compressor(given) if isinstance(given, str) else given
         if not isinstance(compressor, Compressor):
@@ -35,6 +42,10 @@ def named(compressors: Compressors) -> dict[str, Compressor]:
         name = name or (" ".join(given.split()) if isinstance(given, str) else describe(compressor))
         if name in found:
             raise ValueError(f"the compressor {name!r} is given twice")
+        if not isinstance(compressors, Mapping):  # whose names may well stand for the same
+            same = texts.setdefault(describe(compressor), name)
+            if same != name:
+                raise ValueError(f"the compressor {same!r} is given twice, also as {name!r}")
         found[name] = compressor
     if not found:
         raise ValueError("there is no compressor to report on, give at least 1")
@@ -42,20 +53,33 @@ def named(compressors: Compressors) -> dict[str, Compressor]:
 
 
 def layers_of(
-    keys: Layers, values: Layers, queries: Layers | None, scaling: float | None, seed: int
+    keys: GivenLayers, values: GivenLayers, queries: GivenLayers | None, scaling: float | None, seed: int
 ) -> list[tuple[KV, Observed]]:
-    """Rows and queries of each layer. Raises ValueError for shapes that do not fit, dtypes other than float16, bfloat16
-    and float32 (float64 becomes float32), NaN and infinity."""
+    """Rows and queries of each layer. Raises ValueError for shapes that do not fit, layers that differ in heads, widths
+    or dtype, dtypes other than float16, bfloat16 and float32 (float64 becomes float32), NaN and infinity."""
     k, v = _listed(keys), _listed(values)
     q: Sequence[Array | None] = [None] * len(k) if queries is None else _listed(queries)
     if not k or not len(k) == len(v) == len(q):
         raise ValueError(
             f"keys, values and queries need the same number of layers, at least 1, got {len(k)}, {len(v)}, {len(q)}"
         )
-    return [_layer(index, *sides, scaling, seed) for index, sides in enumerate(zip(k, v, q, strict=True))]
+    layers = [_layer(index, *sides, scaling, seed) for index, sides in enumerate(zip(k, v, q, strict=True))]
+    for index, (kv, _) in enumerate(layers):
+        if _kind(kv) != _kind(layers[0][0]):
+            raise ValueError(
+                f"layer {index} has other heads, widths or another dtype than layer 0 ({_kind(kv)} and "
+                f"{_kind(layers[0][0])}), so means over both say little: report on them one by one"
+            )
+    return layers
 
 
-def _listed(side: Layers) -> list[Array]:
+def _kind(kv: KV) -> str:
+    """What all layers of a report share."""
+    heads, widths = kv.keys.shape[1], f"{kv.keys.shape[-1]} and {kv.values.shape[-1]}"
+    return f"{heads} KV heads of {widths} channels in {str(kv.keys.dtype).removeprefix('torch.')}"
+
+
+def _listed(side: GivenLayers) -> list[Array]:
     return [side] if isinstance(side, Tensor | np.ndarray) else list(side)
 
 
@@ -72,7 +96,7 @@ def _layer(
     kv = KV.of(k, v)
     if queries is None:
         return kv, Observed(scaling=scaling, layer=index, seed=seed)
-    q = _tensor("queries", queries, index).to(k.dtype)
+    q = _tensor("queries", queries, index, k.dtype)
     fits = q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and q.shape[1] % k.shape[1] == 0
     if not fits or q.shape[2] > k.shape[2]:
         raise ValueError(
@@ -83,8 +107,17 @@ def _layer(
     return kv, Observed(q, positions, scaling, index, seed=seed)
 
 
-def _tensor(name: str, given: Array, layer: int) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(given)) if isinstance(given, np.ndarray) else given.detach()
+def _tensor(name: str, given: Array, layer: int, dtype: torch.dtype | None = None) -> Tensor:
+    """`given`, checked after it is cast, as a number may become infinite in another dtype."""
+    if isinstance(given, np.ndarray):
+        if given.dtype.kind not in "fiub":
+            raise ValueError(f"layer {layer}: {name} must be float16, bfloat16 or float32, got {given.dtype}")
+        # A copy: torch takes neither another byte order nor, without a warning, what is read-only.
+        tensor = torch.from_numpy(np.array(given, dtype=given.dtype.newbyteorder("=")))
+    elif isinstance(given, Tensor):
+        tensor = given.detach()
+    else:
+        raise TypeError(f"layer {layer}: {name} must be a tensor or an array, got {type(given).__name__}")
     if tensor.dtype == torch.float64:
         tensor = tensor.float()
     if tensor.ndim != 4 or not tensor.numel():
@@ -93,9 +126,11 @@ def _tensor(name: str, given: Array, layer: int) -> Tensor:
         )
     if tensor.dtype not in DTYPES:
         raise ValueError(f"layer {layer}: {name} must be float16, bfloat16 or float32, got {tensor.dtype}")
+    tensor = tensor if dtype is None else tensor.to(dtype)
     bad = int((~tensor.isfinite()).any(-1).sum())
     if bad:
         raise ValueError(
-            f"layer {layer}: {bad} {name} are NaN or infinite, so there is no error to measure; leave these rows out"
+            f"layer {layer}: {bad} {name} are NaN or infinite in {str(tensor.dtype).removeprefix('torch.')}, so there "
+            "is no error to measure; leave these rows out"
         )
     return tensor.cpu() if tensor.device.type == "mps" else tensor  # which has no float64

@@ -35,11 +35,23 @@ class Pair:
     seen: Observed
 
     @classmethod
-    def of(cls, whole: KV, seen: Observed, compressor: Compressor) -> Pair:
-        """Compresses `whole`, rows at positions 0, 1, 2, ... Raises ValueError if none is left to be packed."""
+    def of(cls, whole: KV, seen: Observed, compressor: Compressor, window: int | None = None) -> Pair:
+        """Compresses `whole`, rows at positions 0, 1, 2, ..., judged by the last `window` queries (None: by all).
+
+        A compressor that wants more gets more, but none because another one does. Raises ValueError if no row is left
+        to be packed, for one that needs queries where there are none, and for rows that overflow when they are packed.
+        """
+        assert bool((whole.positions == torch.arange(whole.rows, device=whole.positions.device)).all())  # indices too
+        given = seen if window is None else seen.last(max(window, compressor.window))
         if compressor.accumulates:
-            whole = replace(whole, mass=ops.attention_mass(whole, seen))
-        result = compressor.compress(whole, seen)
+            if given.queries is None:
+                raise ValueError(f"{compressor!r} needs attention: pass queries")
+            whole = replace(whole, mass=ops.attention_mass(whole, given))
+        result = compressor.compress(whole, given)
+        if not all(bool(rows.isfinite().all()) for rows in (result.keys, result.values)):
+            raise ValueError(
+                f"rows of layer {seen.layer} overflow when {compressor!r} packs them, so they have no error"
+            )
         at = result.positions
         older = packed = torch.ones_like(at, dtype=torch.bool)
         if isinstance(result, MixedKV):
@@ -50,7 +62,8 @@ class Pair:
                 f"{compressor!r} leaves the {whole.rows} rows of layer {seen.layer} as they are, as all of them are "
                 "recent: give it more rows, or lower recent"
             )
-        return cls(whole, result, whole.take(at), older, packed, seen)
+        judging = seen if window is None else seen.last(window)
+        return cls(whole, result, whole.take(at), older, packed, judging)
 
     @cached_property
     def squares(self) -> tuple[Tensor, Tensor]:
@@ -121,7 +134,7 @@ def largest(score: Tensor, among: Tensor, share: float) -> Tensor:
 
 def correlation(x: Tensor, y: Tensor) -> float | None:
     """Pearson's r of two vectors; None if there are fewer than 3 numbers or one of them is constant."""
-    if x.numel() < 3:
+    if x.numel() < 3 or any(bool(side.min() == side.max()) for side in (x, y)):  # whose mean may be rounded
         return None
     x, y = x - x.mean(), y - y.mean()
     scale = float(x.norm() * y.norm())
@@ -130,11 +143,21 @@ def correlation(x: Tensor, y: Tensor) -> float | None:
 
 def attend(kv: KV, seen: Observed) -> tuple[Tensor, Tensor]:
     """Weights `softmax(scaling * q . k)` `[batch, kv_heads, group, window, rows]` over the rows that are not later than
-    the query, and the output `sum_i w_i v_i`. A query that sees no row has output 0. In float32."""
+    the query, and the output `sum_i w_i v_i`. A query that sees no row has output 0. In float64, in which products of
+    three float32 numbers do not overflow."""
     assert seen.queries is not None
-    wide = KV(kv.keys.float(), kv.values.float(), kv.positions)
-    weights = ops.attention_logits(wide, replace(seen, queries=seen.queries.float())).softmax(-1).nan_to_num(0.0)
-    return weights, weights @ wide.values[:, :, None]
+    window, positions = seen.queries.shape[2], seen.query_positions
+    positions = kv.positions[:, 0, -window:] if positions is None else positions
+    logits = _folded(seen.queries, kv, seen.scaling) @ kv.keys.double()[:, :, None].transpose(-1, -2)
+    visible = kv.positions[:, :, None, None, :] <= positions[:, None, None, :, None]
+    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible.any(-1, keepdim=True), 0.0)
+    return weights, weights @ kv.values.double()[:, :, None]
+
+
+def _folded(queries: Tensor, kv: KV, scaling: float | None) -> Tensor:
+    """Queries by KV head, scaled, `[batch, kv_heads, group, window, head_dim]`, float64."""
+    scaling = kv.head_dim**-0.5 if scaling is None else scaling
+    return scaling * queries.double().unflatten(1, (kv.keys.shape[1], -1))
 
 
 def output_error(pair: Pair) -> float | None:
@@ -142,7 +165,7 @@ def output_error(pair: Pair) -> float | None:
     if pair.seen.queries is None:
         return None
     output, compressed = attend(pair.whole, pair.seen)[1], attend(pair.result, pair.seen)[1]
-    return _relative((output.double() - compressed.double()).square().sum(), output.double().square().sum())
+    return _relative((output - compressed).square().sum(), output.square().sum())
 
 
 def contributions(pair: Pair) -> tuple[Tensor, Tensor]:
@@ -165,16 +188,14 @@ def contributions(pair: Pair) -> tuple[Tensor, Tensor]:
         key_norm, value_norm = norms
         return key_rows / key_norm, value_rows / value_norm
     weights, output = attend(pair.kept, pair.seen)
-    scaling = pair.kept.head_dim**-0.5 if pair.seen.scaling is None else pair.seen.scaling
-    queries = pair.seen.queries.float().unflatten(1, (weights.shape[1], -1))
-    shift = (pair.kept.keys.float() - pair.result.keys.float())[:, :, None]
-    moved = scaling * queries @ shift.transpose(-1, -2)
-    values = pair.kept.values.float()[:, :, None]
+    shift = (pair.kept.keys.double() - pair.result.keys.double())[:, :, None]
+    moved = _folded(pair.seen.queries, pair.kept, pair.seen.scaling) @ shift.transpose(-1, -2)
+    values = pair.kept.values.double()[:, :, None]
     squares = output.square().sum(-1, keepdim=True)
     apart = squares + values.square().sum(-1)[..., None, :] - 2 * output @ values.transpose(-1, -2)
     keys = (weights * moved).square() * apart.clamp_min(0)
-    total = squares.double().sum().clamp_min(1e-300)
-    return keys.double().sum((2, 3)) / total, weights.double().square().sum((2, 3)) * value_rows / total
+    total = squares.sum().clamp_min(1e-300)
+    return keys.sum((2, 3)) / total, weights.square().sum((2, 3)) * value_rows / total
 
 
 def sample(pair: Pair, head: int, count: int, sinks: int) -> list[Point]:
@@ -203,6 +224,7 @@ def _share(rows: Tensor, chosen: Tensor, among: Tensor) -> float | None:
     return float(rows[chosen & among].sum()) / total if total else None
 
 
-def _over_median(ranges: Tensor) -> float:
-    """Largest over median range; batch rows pooled."""
-    return float(ranges.max() / ranges.quantile(0.5).clamp_min(1e-300))
+def _over_median(ranges: Tensor) -> float | None:
+    """Largest over median range; batch rows pooled. None if the median is 0."""
+    middle = float(ranges.quantile(0.5))
+    return float(ranges.max()) / middle if middle else None

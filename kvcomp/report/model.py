@@ -17,9 +17,9 @@ from kvcomp import attention
 from kvcomp.cache import CompressedCache
 from kvcomp.core import KV, Compressor, Observed
 from kvcomp.quant.spec import Full
-from kvcomp.report.build import Plan, Progress, assemble, measure_layers
+from kvcomp.report.build import Measurements, Progress, assemble, measure_layers
 from kvcomp.report.figures import ModelFigures, Report
-from kvcomp.report.inputs import DEFAULT, Compressors, named
+from kvcomp.report.inputs import DEFAULT, Compressors, check_sinks, named
 from kvcomp.report.provenance import provenance
 
 READ = 512
@@ -54,46 +54,54 @@ def quantization_report(
     be packed, sizes below 1, a model in training mode, and what `report_tensors` and `CompressedCache` refuse.
     """
     ids = _ids(inputs, model)
-    for name, value in (("window", window), ("chunk", chunk)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
-    if model.training:
-        raise ValueError("the model is in training mode: call model.eval() first")
+    _check(model, sinks, window=window, chunk=chunk)
     shown = named(compressors)
     wanted = min(ids.shape[1], max(window, *(compressor.window for compressor in shown.values())))
     with torch.no_grad(), _attention_as_before(model):
         captured, left_out = capture(model, ids, wanted, seed)
-        plan = Plan.of(shown, _layer(captured[0], window)[0], compare)
+        todo = Measurements.of(shown, _layer(captured[0], window)[0], compare)
         layers = (_layer(layer, wanted) for layer in captured)
-        measured = measure_layers(layers, len(captured), plan, sinks, progress)
+        measured = measure_layers(layers, len(captured), todo, sinks, progress, window)
         del captured
-        found = predictions(model, ids, plan.shown, chunk, interval, seed, progress) if predict else {}
-    if any(name.endswith(".sinks") for name, _ in model.named_parameters()) or getattr(
-        model.config.get_text_config(decoder=True), "attn_logit_softcapping", None
-    ):
-        left_out.append("The attention output is that without the model's learned sinks or cap of logits.")
-    told = {
+        found = predictions(model, ids, todo.shown, chunk, interval, seed, progress) if predict else {}
+    sizes = {"window": min(window, ids.shape[1]), "chunk": chunk, "interval": interval, "seed": seed, "sinks": sinks}
+    return assemble(todo, measured, _told(model, ids) | sizes | dict(settings or {}), left_out, found)
+
+
+def _check(model: PreTrainedModel, sinks: int, **sizes: int) -> None:
+    check_sinks(sinks)
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+    if model.training:
+        raise ValueError("the model is in training mode: call model.eval() first")
+
+
+def _told(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
+    """What the report says of the model and the text."""
+    return {
         **provenance(), "source": getattr(model.config, "_name_or_path", "") or model.config.model_type,
         "tokens_sha256": hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest(), "shape": list(ids.shape),
-        "dtype": str(model.dtype).removeprefix("torch."), "window": wanted, "chunk": chunk, "interval": interval,
-        "seed": seed, "sinks": sinks, **(settings or {}),
+        "dtype": str(model.dtype).removeprefix("torch."),
     }  # fmt: skip
-    return assemble(plan, measured, told, left_out, found)
+
+
+def _not_counted(model: PreTrainedModel) -> list[str]:
+    capped = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    if not capped and not any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        return []
+    return ["The attention output is that without the model's learned sinks or cap of logits."]
 
 
 def capture(model: PreTrainedModel, ids: Tensor, window: int, seed: int) -> tuple[list[Any], list[str]]:
-    """The layers of a cache that has read `ids` and kept every row and the last `window` queries; and what it says of
-    layers that have none."""
+    """The layers of a cache that has read `ids` and kept every row and the last `window` queries; and what is
+    left out: layers that have none, parts of attention."""
     cache = CompressedCache(model, Full(window=window), seed=seed)
     for start in range(0, ids.shape[1], READ):
         model(ids[:, start : start + READ], cache=cache, logits_to_keep=1)
     other = [index for index, layer in enumerate(cache.layers) if layer not in cache.compressed]
-    if not other:
-        return cache.compressed, []
-    return cache.compressed, [
-        f"Layers {', '.join(map(str, other))} are left out: they keep a sliding window or a state, which no compressor "
-        "touches."
-    ]
+    listed = f"Layers {', '.join(map(str, other))} are left out: they keep a sliding window or a state, which no "
+    return cache.compressed, [*([f"{listed}compressor touches."] if other else []), *_not_counted(model)]
 
 
 def _layer(layer: Any, window: int) -> tuple[KV, Observed]:
@@ -128,6 +136,14 @@ class _Score:
         self.agreed += int((logits.argmax(-1) == full.argmax(-1)).sum())
         self.loss += _loss(logits, targets)
 
+    def figures(self, count: int, full_loss: float, name: str) -> ModelFigures:
+        """Means over `count` tokens. Raises ValueError if they are not finite."""
+        if not all(map(math.isfinite, (self.divergence, self.loss, full_loss))):
+            raise ValueError(f"the predictions through {name!r} are not finite: the model overflows")
+        own, full = (math.exp(min(loss / count, 700.0)) for loss in (self.loss, full_loss))  # above is no float
+        held = self.cache.memory().total
+        return ModelFigures(self.divergence / count, self.agreed / count, own, full, count, held)
+
 
 def predictions(
     model: PreTrainedModel,
@@ -155,14 +171,7 @@ def predictions(
             score.add(forward(score.cache), reference, targets)
             if progress is not None:
                 progress("reading", step * len(scores) + index + 1, len(chunks) * len(scores))
-    count = batch * (length - half)
-    return {
-        name: ModelFigures(
-            score.divergence / count, score.agreed / count, math.exp(score.loss / count), math.exp(loss / count), count,
-            score.cache.memory().total,
-        )
-        for name, score in scores.items()
-    }  # fmt: skip
+    return {name: score.figures(batch * (length - half), loss, name) for name, score in scores.items()}
 
 
 def _forward(model: PreTrainedModel, ids: Tensor, keep: int, targets: int) -> Callable[[Any], Tensor]:

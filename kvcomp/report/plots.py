@@ -37,30 +37,32 @@ def require_matplotlib() -> None:
 
 
 def draw(report: Report) -> list[Plot]:
-    """Error by layer, error against range, error against bits. Raises ValueError if matplotlib is not installed."""
+    """Error by layer, error against range, error against bits; without those that would be empty, as nothing has such
+    an error. Raises ValueError if matplotlib is not installed."""
     require_matplotlib()
     names = ", ".join(each.compressor for each in report.figures)
-    return [
-        Plot(
+    drawn = [
+        (
             "error_by_layer",
             "Relative error by layer, mean over KV heads. Dashed: added for equal bits.",
             f"Line plots of the relative error of keys, values and attention output by layer, for {names}",
-            _png(_by_layer(report)),
+            _by_layer(report),
         ),
-        Plot(
+        (
             "error_against_range",
             "Error of single rows against their range, both logarithmic; r: mean correlation within a layer and head, "
             "on linear scales. Some rows of every layer and head, none of the first tokens.",
             f"Scatter plots of the mean squared error of single rows against their range, keys and values, for {names}",
-            _png(_against_range(report)),
+            _against_range(report),
         ),
-        Plot(
+        (
             "error_against_bits",
             "Errors against bits per element: lower and further left is better.",
             f"Each compressor as a point at its bits per element and its error: {names}",
-            _png(_against_bits(report)),
+            _against_bits(report),
         ),
     ]
+    return [Plot(name, title, text, _png(figure)) for name, title, text, figure in drawn if figure is not None]
 
 
 def write(plots: list[Plot], folder: Path) -> list[Path]:
@@ -71,15 +73,16 @@ def write(plots: list[Plot], folder: Path) -> list[Path]:
     return paths
 
 
-def _by_layer(report: Report) -> Figure:
+def _by_layer(report: Report) -> Figure | None:
     sides = {"key_error": "keys", "value_error": "values", "output_error": "attention output"}
-    sides = {name: title for name, title in sides.items() if any(report.by_layer(each.compressor, name)
-             for each in report.figures)}  # fmt: skip
+    sides = {name: title for name, title in sides.items() if any(getattr(head, name) for head in report.heads)}
+    if not sides:
+        return None
     figure, axes = _panels(len(sides), share_y=True)
     for axis, (name, title) in zip(axes, sides.items(), strict=True):
         for each, style in _styles(report):
             points = [(layer, 100 * error) for layer, error in report.by_layer(each.compressor, name) if error]
-            axis.plot(*_columns(points), label=each.compressor, markersize=3.5, linewidth=1.2, **style)
+            axis.plot(*_columns(points), label=_label(each.compressor), markersize=3.5, linewidth=1.2, **style)
         axis.set(title=title, xlabel="layer", yscale="log")
         _ticks(axis.yaxis)
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -87,19 +90,28 @@ def _by_layer(report: Report) -> Figure:
     return _finished(figure, axes)
 
 
-def _against_range(report: Report) -> Figure:
-    figure, axes = _panels(2, width=5.4)
-    for axis, (title, columns) in zip(axes, {"values": (2, 3), "keys": (4, 5)}.items(), strict=True):
+def _against_range(report: Report) -> Figure | None:
+    points = [point for found in report.points.values() for point in found]
+    sides = {"values": (2, 3), "keys": (4, 5)}
+    sides = {  # a logarithmic axis needs a point above 0
+        title: (first, second)
+        for title, (first, second) in sides.items()
+        if any(point[first] > 0 and point[second] > 0 for point in points)
+    }
+    if not sides:
+        return None
+    figure, axes = _panels(len(sides), width=5.4)
+    for axis, (title, columns) in zip(axes, sides.items(), strict=True):
         for each, style in _styles(report):
-            points = [tuple(point[column] for column in columns) for point in report.points[each.compressor]]
-            points = [point for point in points if min(point) > 0]
+            both = [tuple(point[column] for column in columns) for point in report.points[each.compressor]]
+            both = [point for point in both if min(point) > 0]
             fits = ", ".join(
                 f"{side} {each.errors[name]:.2f}"
                 for side, name in (("V", "value_fit"), ("K", "key_fit"))
                 if each.errors[name] is not None
             )
             axis.plot(
-                *_columns(points), label=f"{each.compressor} (r: {fits})" if fits else each.compressor,
+                *_columns(both), label=_label(f"{each.compressor} (r: {fits})" if fits else each.compressor),
                 linestyle="none", markersize=3, markeredgewidth=0, alpha=0.5,
                 marker=style["marker"], color=style["color"],
             )  # fmt: skip
@@ -112,7 +124,7 @@ def _against_range(report: Report) -> Figure:
     return _finished(figure, axes)
 
 
-def _against_bits(report: Report) -> Figure:
+def _against_bits(report: Report) -> Figure | None:
     sides: dict[str, Callable[[Figures], float]] = {
         "keys and values: relative error [%]": lambda each: (
             50 * sum(each.errors[name] or 0.0 for name in ("key_error", "value_error"))
@@ -121,12 +133,14 @@ def _against_bits(report: Report) -> Figure:
         "KL to the full cache [nats per token]": lambda each: 0.0 if each.model is None else each.model.kl,
     }
     sides = {title: error for title, error in sides.items() if any(map(error, report.figures))}
-    figure, axes = _panels(max(len(sides), 1))
-    for axis, (title, error) in zip(axes, sides.items(), strict=False):
+    if not sides:
+        return None
+    figure, axes = _panels(len(sides))
+    for axis, (title, error) in zip(axes, sides.items(), strict=True):
         for each, style in _styles(report):
             if error(each) > 0:
                 style["linestyle"] = "none"
-                axis.plot([each.bits_at_16], [error(each)], label=each.compressor, markersize=8, **style)
+                axis.plot([each.bits_at_16], [error(each)], label=_label(each.compressor), markersize=8, **style)
         axis.set(title=title, xlabel="bits per element (older rows, exact ones at 16)", yscale="log")
         axis.margins(0.12)
         _ticks(axis.yaxis)
@@ -162,6 +176,11 @@ def _styles(report: Report) -> Iterator[tuple[Figures, dict[str, Any]]]:
         dashed = "--" if each.equal_bits_of is not None else "-"
         colour, marker = COLOURS[index % len(COLOURS)], MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]
         yield each, {"color": colour, "marker": marker, "linestyle": dashed}
+
+
+def _label(text: str) -> str:
+    """`text` as matplotlib shows it: $ would begin a formula, and what begins with _ is left out of a legend."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def _columns(points: list[Any]) -> tuple[list[Any], list[Any]]:

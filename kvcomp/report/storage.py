@@ -17,7 +17,8 @@ PARTS = ("codes", "scales", "exact", "recent", "positions")
 @dataclass
 class Stored:
     """A sum over layers. `parts`: bytes by part; `elements`: of keys and values of all rows; `older_elements`: without
-    recent ones; `older_positions`: bytes of their positions; `full`: bytes of all rows in the model dtype."""
+    recent ones; `older_positions`: bytes of their positions; `full`: bytes of all rows in the model dtype.
+    `layer_bytes`, `decode_bytes`: as in `Figures`."""
 
     parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     elements: int = 0
@@ -29,7 +30,7 @@ class Stored:
     decode_bytes: int = 0
 
     def add(self, result: KV, original: KV, query_heads: int) -> None:
-        """Adds a layer: `original` rows and the `result` of compressing them."""
+        """Adds a layer: `original` rows and the `result` of compressing them; `query_heads`: 0 if unknown."""
         batch, heads, rows = result.positions.shape
         widths = original.keys.shape[-1] + original.values.shape[-1]
         size = original.keys.element_size()
@@ -45,7 +46,7 @@ class Stored:
         self.exact_elements += parts["exact"] // size
         packed = isinstance(result, MixedKV) and result.packed.rows > 0
         self.layer_bytes = max(self.layer_bytes, batch * heads * rows * widths * size if packed else 0)
-        self.decode_bytes = max(self.decode_bytes, 2 * 4 * batch * query_heads * rows)
+        self.decode_bytes = max(self.decode_bytes, 2 * 4 * batch * query_heads * rows if packed else 0)
 
     @property
     def bits(self) -> float:

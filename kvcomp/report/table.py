@@ -69,14 +69,14 @@ def storage(report: Report) -> Sheet:
         *((part, partial(_part, part)) for part in PARTS),
         ("total", lambda each: size(each.stored)),
         ("ratio", lambda each: f"{each.full / each.stored:.2f}"),
-        ("step", lambda each: size(each.decode_bytes)),
+        ("step", lambda each: size(each.decode_bytes) if each.decode_bytes else NONE),
         ("decoded", lambda each: size(each.layer_bytes) if each.layer_bytes else NONE),
     ]
     caption = (
         "Stored bytes of all layers by part (scales with zero points; exact: other rows in the model dtype); ratio: "
-        "how many times as much a cache takes that keeps every row. Transient bytes of one layer: step: logits and "
-        "probabilities of a step that reads the codes; decoded: keys and values where a whole layer is decoded "
-        "(prefill, other attentions)."
+        "how many times as much a cache takes that keeps every row. Transient bytes of one layer, at least: step: "
+        "logits and probabilities of a step that reads the codes; decoded: keys and values where a whole layer is "
+        "decoded (prefill, other attentions)."
     )
     if any(each.model is not None for each in report.figures):
         columns.append(("cache", lambda each: NONE if each.model is None else size(each.model.held)))
@@ -135,18 +135,26 @@ def sentence(each: BreakEven, report: Report) -> str:
 
 
 def show(report: Report, console: Console, by_layer: bool = False) -> None:
-    """Prints the tables, the break-evens and the notes; with `by_layer` a table of the layers of each compressor."""
+    """Prints the tables, what was read, the break-evens and the notes; with `by_layer` a table of the layers of each
+    compressor."""
     sheets = [summary(report), storage(report), shares(report)]
     if by_layer:
         sheets += [layers(report, each.compressor) for each in report.figures]
     for sheet in sheets:
         console.print(_rich(sheet))
+    console.print(escape(f"{report.settings['source']}: {read(report)}"), highlight=False)
     if report.break_even:
         console.print("[bold]Break-even of exact rows[/bold] (counted at 16 bits)")
     for each in report.break_even:
         console.print(escape(sentence(each, report)), style="green" if each.pays else "yellow", highlight=False)
     for note in report.notes:
         console.print(escape(note), style="dim", highlight=False)
+
+
+def read(report: Report) -> str:
+    """What was read, and in which dtype."""
+    shape = " x ".join(map(str, report.settings["shape"]))
+    return f"{shape} {'rows' if report.settings['source'] == 'tensors' else 'tokens'}, {report.settings['dtype']}"
 
 
 def _rich(sheet: Sheet) -> Table:

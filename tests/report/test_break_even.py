@@ -88,6 +88,13 @@ def test_the_uniform_setting_of_equal_bits_is_added():
     assert len(alone.figures) == 2 and not alone.break_even
 
 
+def test_an_added_setting_replaces_no_name_of_the_user():
+    report = report_tensors(*gaussian(), {"int4 g32": "int8", "mixed": HEAVY})
+    found = {each.compressor: each.equal_bits_of for each in report.figures}
+    assert found == {"int4 g32": None, "mixed": None, "int4 g32 (uniform)": "mixed"}
+    assert report.settings["compressors"]["int4 g32"].count("_bits=8") == 2
+
+
 def test_a_quantizer_without_exact_rows_is_asked_what_some_would_do():
     (found,) = report_tensors(*gaussian(), ["k8v4"]).break_even
     assert found.assumed and found.exact_by == "value_range" and found.share == pytest.approx(0.05, abs=0.002)
@@ -134,6 +141,14 @@ def test_what_does_not_quantize_has_no_break_even():
     constant = torch.ones(1, 1, 100, 64)
     report = report_tensors(constant, constant, constant, ["int4 exact=0.1"])
     assert not report.break_even and any("without any error" in note for note in report.notes)
+
+
+def test_a_break_even_that_is_missing_is_told():
+    few = report_tensors(*gaussian(tokens=90), ["int4 exact=0.01"])
+    dear = report_tensors(*gaussian(), ["int8 g2", "full"])
+    for report, name in ((few, "int4 exact=0.01"), (dear, "int8 g2")):
+        assert not report.break_even and any(f"No break-even for {name}:" in note for note in report.notes)
+    assert not any("No break-even" in note for note in report_tensors(*gaussian(), ["int4"], compare=False).notes)
 
 
 def test_without_queries_keys_and_values_count_alike():

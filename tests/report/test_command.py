@@ -35,6 +35,7 @@ def test_tables_go_to_stdout_and_files_to_the_folder(folder, tmp_path):
     result = run(folder, *compressors, "--length", "160", "--out", str(out), "--layers", "--window", "8")
     assert result.exit_code == 0, result.output
     assert "Break-even of exact rows" in result.stdout and "Layers: k8v4 recent=16" in result.stdout
+    assert f"{folder}: 1 x 160 tokens, float32" in result.stdout.replace("\n", "")
     assert "pay" in result.stdout and "KL nats" in result.stdout
     names = {path.name for path in out.iterdir()}
     assert names == {
@@ -75,6 +76,23 @@ def test_mistakes_end_with_two_and_one_plain_line(folder, arguments, message):
     assert result.exit_code == 2 and result.stdout == ""
     assert message in result.stderr.replace("\n", " ")
     assert "Traceback" not in result.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_the_work(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvcomp.report.cli._measured", lambda *_: 1 / 0)
+    (tmp_path / "file").write_text("in the way")
+    result = run(folder, "--no-plots", "--out", str(tmp_path / "file" / "below"))
+    assert result.exit_code == 2 and "cannot make the folder" in result.stderr.replace("\n", " ")
+    monkeypatch.setattr("os.access", lambda path, *_, **__: "locked" not in str(path))
+    result = run(folder, "--no-plots", "--out", str(tmp_path / "locked"))
+    assert result.exit_code == 2 and "no permission" in result.stderr.replace("\n", " ")
+
+
+def test_a_file_that_cannot_be_written_is_told(folder, tmp_path):
+    (tmp_path / "report.json").mkdir()
+    few = ["--compressor", "int4 recent=16", "--length", "100", "--no-predict", "--no-plots"]
+    result = run(folder, *few, "--out", str(tmp_path))
+    assert result.exit_code == 2 and "report.json" in result.stderr and "K err %" in result.stdout
 
 
 def test_texts_that_cannot_be_read(folder):

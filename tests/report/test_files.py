@@ -15,9 +15,11 @@ from rich.console import Console
 from support import run_python
 
 from kvcomp.report import ModelFigures, Report, report_tensors, table
-from kvcomp.report.build import Plan, assemble, measure_layers
+from kvcomp.report.build import Measurements, assemble, measure_layers
 from kvcomp.report.cli import write
 from kvcomp.report.inputs import layers_of
+from kvcomp.report.plots import _label, draw
+from kvcomp.report.provenance import _commit
 
 NAMES = ["k8v4", "int4 g32 exact=0.1", "a <b> & [bold]c[/bold] \"d\" 'e'"]
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -29,11 +31,11 @@ def report():
     torch.manual_seed(0)
     keys, values, queries = torch.randn(2, 1, 2, 200, 64), torch.randn(2, 1, 2, 200, 64), torch.randn(2, 1, 4, 16, 64)
     layers = layers_of(list(keys), list(values), list(queries), None, 0)
-    plan = Plan.of(dict(zip(NAMES, ["k8v4", "int4 g32 exact=0.1", "full"], strict=True)), layers[0][0], True)
+    todo = Measurements.of(dict(zip(NAMES, ["k8v4", "int4 g32 exact=0.1", "full"], strict=True)), layers[0][0], True)
     settings = report_tensors(keys[0], values[0], queries[0], ["int8"]).settings | {"source": "a/model"}
-    measured = measure_layers(layers, 2, plan, 4, None)
+    measured = measure_layers(layers, 2, todo, 4, None)
     model = {name: ModelFigures(0.001, 0.99, 12.5, 12.25, 100, 12345) for name in NAMES}
-    return assemble(plan, measured, settings, ["Layers 1 are left out."], model)
+    return assemble(todo, measured, settings, ["Layers 1 are left out."], model)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,7 @@ def test_json_holds_everything(report, folder):
     assert Report.from_json(text) == report
     held = json.loads(text)
     assert held["format"] == "kvcomp report" and held["version"] == 1
-    assert {"command", "kvcomp", "torch", "transformers", "seed", "window", "dtype", "compressors"} <= set(
+    assert {"command", "kvcomp", "torch", "transformers", "seed", "window", "dtype", "machine", "compressors"} <= set(
         held["settings"]
     )
     assert held["settings"]["compressors"]["k8v4"].startswith("MixedPrecision(")
@@ -117,6 +119,46 @@ def test_plots_are_images(folder):
         data = path.read_bytes()
         width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
         assert data.startswith(b"\x89PNG") and width > 900 and height > 500
+
+
+def test_without_any_error_there_is_nothing_to_draw(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = torch.ones(1, 1, 100, 64)
+    for compressors, queries in ((["full"], None), (["full", "vase-attnv budget=95"], rows), (["int4"], rows)):
+        folder = tmp_path / compressors[-1]
+        names = {each.name for each in write(report_tensors(rows, rows, queries, compressors), folder)}
+        assert {"report.json", "report.csv", "report.html"} <= names and "error_against_range.png" not in names
+
+
+def test_the_commit_is_that_of_a_folder_that_git_tracks(tmp_path):
+    def git(*arguments):
+        return subprocess.run(["git", "-C", tmp_path, *arguments], check=True, capture_output=True, text=True).stdout
+
+    git("init")
+    (tmp_path / "__init__.py").write_text("")
+    assert _commit(tmp_path) == {}
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=b", "commit", "-m", "c")
+    head = git("rev-parse", "HEAD").strip()
+    assert _commit(tmp_path) == {"commit": head}
+    (tmp_path / "__init__.py").write_text("changed")
+    assert _commit(tmp_path) == {"commit": head + "+"}
+
+
+def test_labels_are_shown_as_they_are(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = torch.randn(1, 1, 90, 16)
+    report = report_tensors(rows, rows, compressors={"a $\\frac$ b": "int4", "_hidden": "int8"})
+    assert len(draw(report)) == 3
+    assert _label("_a $ b") == r" _a \$ b"
+
+
+def test_numbers_are_written_before_plots_are_drawn(report, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("kvcomp.report.plots.draw", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write(report, tmp_path)
+    assert Report.from_json((tmp_path / "report.json").read_text()) == report and (tmp_path / "report.csv").exists()
 
 
 def test_the_page_needs_nothing_else(report, folder):

@@ -1,17 +1,21 @@
 """Every figure against a slow plain loop in float64, written from the definitions."""
 
 import math
+import warnings
+from dataclasses import replace
 from statistics import fmean
 
 import numpy as np
 import pytest
 import torch
+from support import run_python
 
 from kvcomp.core import KV, Observed
 from kvcomp.evict import SnapKV
 from kvcomp.quant import MixedPrecision
-from kvcomp.report import report_tensors
-from kvcomp.report.measure import Pair, attend, contributions, output_error
+from kvcomp.quant.spec import Full
+from kvcomp.report import Report, report_tensors
+from kvcomp.report.measure import Pair, attend, contributions, correlation, output_error
 
 BATCH, HEADS, GROUP, TOKENS, WINDOW, DIM = 2, 2, 2, 40, 5, 8
 SINKS, RECENT = 2, 6
@@ -201,12 +205,68 @@ def test_numpy_lists_and_dtypes(dtype):
         assert [head.key_error for head in wide.heads] == [head.key_error for head in one.heads]
 
 
+def test_arrays_of_every_kind():
+    keys, values, queries = (each.numpy() for each in rows())
+    settings = {"compressors": ["int4 recent=6"], "compare": False}
+    expected = report_tensors(keys, values, queries, **settings).heads
+    swapped = [each.astype(each.dtype.newbyteorder(">")) for each in (keys, values, queries)]
+    assert report_tensors(*swapped, **settings).heads == expected
+    keys.setflags(write=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert report_tensors(keys, values, queries, **settings).heads == expected
+    code = "from kvcomp.report import report_tensors\ntry: report_tensors([[[[1.0]]]], [[[[1.0]]]])\n"
+    assert run_python(code + "except TypeError as error: print(error)").strip() == (
+        "layer 0: keys must be a tensor or an array, got list"
+    )
+    with pytest.raises(ValueError, match="sinks must be an int of at least 0, got -1"):
+        report_tensors(keys, values, sinks=-1, **settings)
+
+
 def test_without_queries_there_is_no_attention():
     keys, values, _ = rows()
     report = report_tensors(keys, values, compressors=["int4 recent=6 exact=0.1"])
     assert report.of("int4 recent=6 exact=0.1").errors["output_error"] is None
     assert [each.weighted for each in report.break_even] == [False]
     assert any("No queries" in note for note in report.notes)
+
+
+class Overflowing(Full):
+    def compress(self, kv, seen):
+        return replace(kv, keys=kv.keys * math.inf)
+
+
+def test_huge_numbers_have_errors_or_are_refused():
+    keys, values, queries = (1e20 * each for each in rows(dtype=torch.bfloat16))
+    report = report_tensors(keys, values, queries, ["int4 recent=6 exact=0.1"])
+    assert report.break_even and 0 < report.of("int4 recent=6 exact=0.1").errors["value_error"] < 0.3
+    assert Report.from_json(report.to_json()) == report
+    with pytest.raises(ValueError, match="queries are NaN or infinite in float16"):
+        report_tensors(keys.mul(1e-20).half(), values.mul(1e-20).half(), queries, ["int4 recent=6"])
+    with pytest.raises(ValueError, match="rows of layer 0 overflow when Overflowing"):
+        report_tensors(keys, values, queries, [Overflowing()])
+
+
+def test_a_query_that_sees_no_row_has_no_output():
+    kv = KV.of(torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8))
+    weights, output = attend(kv, Observed(torch.randn(1, 1, 2, 8), torch.tensor([[-1, 2]])))
+    assert not output[0, 0, 0, 0].any() and float(weights[0, 0, 0, 1].sum()) == pytest.approx(1)
+    assert weights[0, 0, 0, 1, 3] == 0
+
+
+def test_figures_that_do_not_exist():
+    constant = torch.full((100,), 0.1, dtype=torch.float64)
+    assert correlation(constant, torch.arange(100.0).double()) is None
+    spiked = torch.zeros(1, 1, 40, 8)
+    spiked[0, 0, 3, 2] = 1
+    errors = report_tensors(spiked, spiked, compressors=["int4 recent=6"]).of("int4 recent=6").errors
+    assert errors["value_spread"] is None and errors["key_spread"] is None
+
+
+def test_attention_that_is_accumulated_needs_queries():
+    keys, values, _ = rows()
+    with pytest.raises(ValueError, match="needs attention: pass queries"):
+        report_tensors(keys, values, None, ["h2o budget=30"])
 
 
 def test_odd_widths_and_values_of_another_width():
@@ -238,6 +298,11 @@ def test_rows_that_cannot_be_reported_on():
         report_tensors(keys, values, compressors=["int4"])
     with pytest.raises(ValueError, match="given twice"):
         report_tensors(keys, values, compressors=["int4 recent=6", "int4  recent=6"])
+    with pytest.raises(ValueError, match="'int4 g8 recent=6' is given twice, also as 'g8 int4 recent=6'"):
+        report_tensors(keys, values, compressors=["int4 g8 recent=6", "g8 int4 recent=6"])
+    for other in (keys[:, :1], keys[..., :4], keys.half()):
+        with pytest.raises(ValueError, match="layer 1 has other heads, widths or another dtype"):
+            report_tensors([keys, other], [values, other], **options)
     with pytest.raises(ValueError, match="at least 1"):
         report_tensors(keys, values, compressors=[])
     with pytest.raises(TypeError, match="write \\['k8v4'\\]"):

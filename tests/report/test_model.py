@@ -1,6 +1,7 @@
 """Reports on a model: what is captured, and what the caches predict."""
 
 import math
+from pydoc_data import topics
 from statistics import fmean
 
 import pytest
@@ -10,12 +11,11 @@ from transformers import DynamicCache
 
 from kvcomp import CompressedCache
 from kvcomp.evict import SnapKV
-from kvcomp.models import SMOLLM2, load
 from kvcomp.quant import MixedPrecision
 from kvcomp.quant.spec import parse_compressor
 from kvcomp.report import quantization_report, report_tensors
 from kvcomp.report.measure import attend
-from kvcomp.report.model import _layer, capture
+from kvcomp.report.model import _layer, _Score, capture
 
 LENGTH, CHUNK, INTERVAL = 150, 20, 16
 SETTINGS = {"chunk": CHUNK, "interval": INTERVAL, "window": 12}
@@ -41,7 +41,7 @@ def test_captured_rows_and_queries_are_those_of_the_model(family):
         assert torch.equal(kv.keys, cache.layers[seen.layer].keys)
         assert torch.equal(kv.values, cache.layers[seen.layer].values)
         output = attend(kv, seen)[1].flatten(1, 2).transpose(1, 2).flatten(2)
-        torch.testing.assert_close(output, outputs[seen.layer][:, -12:], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(output.float(), outputs[seen.layer][:, -12:], rtol=1e-4, atol=1e-5)
 
 
 def loop_predictions(model, ids, compressor):
@@ -74,6 +74,12 @@ def test_predictions_are_those_of_the_loop(text):
     assert found.kl > 0.01 if text != "full" else found.kl < 1e-6
 
 
+def test_predictions_that_are_no_numbers_are_refused():
+    score = _Score(CompressedCache(tiny(), parse_compressor("full")), divergence=math.nan)
+    with pytest.raises(ValueError, match="predictions through 'a' are not finite"):
+        score.figures(1, 0.0, "a")
+
+
 def test_errors_of_rows_are_those_of_the_tensors():
     model, ids = tiny("llama"), tokens(1, LENGTH)
     steps = []
@@ -93,6 +99,16 @@ def test_errors_of_rows_are_those_of_the_tensors():
     told = report.settings
     assert told["text"] == "tokens" and told["chunk"] == CHUNK and told["shape"] == [1, LENGTH] and told["window"] == 12
     assert [what for what, done, total in steps if done == total] == ["measuring", "reading"]
+
+
+def test_figures_do_not_depend_on_the_windows_of_others():
+    texts = ["snapkv budget=60 recent=16 window=8", "h2o budget=60"]
+    settings = {"predict": False, "window": 12, "compare": False}
+    alone = [quantization_report(tiny(), tokens(1, 100), [text], **settings).heads for text in texts]
+    other = "tova budget=60", "snapkv budget=60 recent=16 window=30"
+    report = quantization_report(tiny(), tokens(1, 100), [*texts, *other], **settings)
+    assert report.settings["window"] == 12
+    assert [head for head in report.heads if head.compressor in texts] == [head for heads in alone for head in heads]
 
 
 def test_the_model_is_left_as_it_was():
@@ -135,10 +151,8 @@ def test_mistakes():
 
 
 @pytest.mark.real_model
-def test_the_break_even_of_a_real_model_foretells_its_predictions():
-    from pydoc_data import topics
-
-    model, tokenizer = load(SMOLLM2)
+def test_the_break_even_of_a_real_model_foretells_its_predictions(smollm2):
+    model, tokenizer = smollm2
     ids = tokenizer(topics.topics["objects"], return_tensors="pt")["input_ids"][:, :200]
     exact = MixedPrecision(4, group_size=64, exact=0.05)
     report = quantization_report(model, ids, {"exact": exact}, window=16, chunk=100)

@@ -70,6 +70,10 @@ def test_every_evictor_can_be_written_and_described(name):
         ("int4 exact=1.5", r"exact is a share of the rows, 0 to 1, got 1.5"),
         ("int4 exact_by=size", "exact_by must be one of"),
         ("int4 recent=-1", "recent must be at least 0"),
+        ("snapkv budget=128 budget=64", "says budget twice"),
+        ("snapkv budget=128 window", "snapkv takes settings name=value, got 'window'"),
+        ("int4=", "unknown word 'int4='"),
+        ("int4 rotated=", "unknown word 'rotated='"),
         ("snapkv", "snapkv needs a budget"),
         ("snapkv budget=128 bits=4", "does not take the settings"),
         ("k8v4 | int4", "can pack rows once"),
@@ -78,6 +82,17 @@ def test_every_evictor_can_be_written_and_described(name):
 def test_mistakes_name_the_word_and_what_is_known(text, message):
     with pytest.raises(ValueError, match=message):
         parse_compressor(text)
+
+
+class Other(MixedPrecision):
+    pass
+
+
+def test_what_differs_has_another_text():
+    exact = 0.1 + 2**-40
+    assert parse_compressor(describe(MixedPrecision(4, exact=exact))).exact == exact
+    assert describe(Other(4)) == repr(Other(4)) != describe(MixedPrecision(4))
+    assert describe(Full(window=3)) == "Full(window=3)" and describe(Full()) == "full"
 
 
 def test_full_keeps_the_rows_it_gets():

@@ -49,7 +49,7 @@ def test_bytes_by_part(dtype, size, key_bits, value_bits, group):
     share = exact / older
     assert found.bits_at_16 == pytest.approx((1 - share) * base + 16 * share)
     assert found.layer_bytes == BATCH * HEADS * ROWS * 256 * size
-    assert found.decode_bytes == BATCH * HEADS * ROWS * 4 * 2
+    assert found.decode_bytes == 0  # without queries their heads are not known
 
 
 def test_an_evictor_and_the_full_cache_hold_rows_only():
@@ -61,7 +61,7 @@ def test_an_evictor_and_the_full_cache_hold_rows_only():
     }  # fmt: skip
     assert evicted.bytes["exact"] == full.bytes["exact"] / 3 and evicted.full == full.full
     assert full.bits == 32 + 32 / 128 and full.bits_at_16 == 16 and full.layer_bytes == 0
-    assert full.decode_bytes == 4 * 300 * 4 * 2 and full.errors["key_error"] == 0
+    assert full.decode_bytes == 0 and full.errors["key_error"] == 0
 
 
 def test_a_cache_holds_the_same_bytes():
