@@ -27,9 +27,8 @@ class Composable:
         for setting in fields(self):  # type: ignore[arg-type]
             value, kind = getattr(self, setting.name), type(setting.default)
             wrong = kind is bool and not isinstance(value, bool)
-            wrong |= (
-                kind is float and value is not None and (isinstance(value, bool) or not isinstance(value, int | float))
-            )
+            optional = value is None and "None" in str(setting.type)
+            wrong |= kind is float and not optional and (isinstance(value, bool) or not isinstance(value, int | float))
             if wrong:
                 raise ValueError(f"{type(self).__name__}: {setting.name} must be a {kind.__name__}, got {value!r}")
         for name, minimum in least.items():

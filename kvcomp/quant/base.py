@@ -44,8 +44,6 @@ class Quantizer(Composable, ABC):
 
     def __post_init__(self) -> None:
         self.require(sinks=0, recent=0)
-        if self.exact is None:
-            raise ValueError(f"{type(self).__name__}: exact must be a float, got None; 0 keeps no row but the sinks")
         if not 0 <= self.exact <= 1:
             raise ValueError(f"{type(self).__name__}: exact is a share of the rows, 0 to 1, got {self.exact}")
         if self.exact_by not in get_args(ExactBy):
