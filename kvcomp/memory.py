@@ -46,12 +46,12 @@ class Memory:
         storages = [layer.storage for layer in cache.compressed if layer.storage.buffer is not None]
         recent = [layer.recent_queries for layer in cache.compressed]
         stock = [layer for layer in cache.layers if layer not in cache.compressed]
-        other = _nbytes(tensor for layer in stock for tensor in held_tensors(vars(layer)))
+        other = nbytes(tensor for layer in stock for tensor in held_tensors(vars(layer)))
         seen = cache.compressed[0].count.seen
         token = [(kv.keys[:, :, :1], kv.values[:, :, :1]) for kv in (storage.buffer for storage in storages) if kv]
         return cls(
-            **_row_parts(storages),
-            queries=_nbytes(tensor for log in recent for tensor in (log.buffer, log.buffer_positions)),
+            **row_parts(storages),
+            queries=nbytes(tensor for log in recent for tensor in (log.buffer, log.buffer_positions)),
             other_layers=other,
             full=sum(key.nbytes + value.nbytes for key, value in token) * seen + other,
             rows=max((storage.rows for storage in storages), default=0),
@@ -91,19 +91,19 @@ class Memory:
         )
 
 
-def _row_parts(storages: list[RowStorage]) -> dict[str, int]:
+def row_parts(storages: list[RowStorage]) -> dict[str, int]:
+    """Bytes of the rows of some layers by part, and of their accumulated attention."""
     buffers = [storage.buffer for storage in storages if storage.buffer is not None]
     packed = [storage.packed for storage in storages if storage.packed is not None]
     exact = [storage.exact for storage in storages if storage.exact is not None]
-    tensors = [tensors for part in packed for tensors in (part.keys.tensors, part.values.tensors)]
     return {
-        "keys": _nbytes(kv.keys for kv in buffers),
-        "values": _nbytes(kv.values for kv in buffers),
-        "codes": _nbytes(held["codes"] for held in tensors),
-        "scales": _nbytes(tensor for held in tensors for name, tensor in held.items() if name != "codes"),
-        "exact": _nbytes(tensor for kv in exact for tensor in (kv.keys, kv.values)),
-        "positions": _nbytes([part.positions for part in packed] + [part.positions for part in (*buffers, *exact)]),
-        "mass": _nbytes([part.mass for part in packed] + [part.mass for part in (*buffers, *exact)]),
+        "keys": nbytes(kv.keys for kv in buffers),
+        "values": nbytes(kv.values for kv in buffers),
+        "codes": nbytes(tensor for part in packed for tensor in part.codes),
+        "scales": nbytes(tensor for part in packed for tensor in part.scales),
+        "exact": nbytes(tensor for kv in exact for tensor in (kv.keys, kv.values)),
+        "positions": nbytes([part.positions for part in packed] + [part.positions for part in (*buffers, *exact)]),
+        "mass": nbytes([part.mass for part in packed] + [part.mass for part in (*buffers, *exact)]),
     }
 
 
@@ -124,10 +124,10 @@ def held_tensors(value: object) -> Iterator[Tensor]:
             yield from held_tensors(part)
 
 
-def _nbytes(tensors: Iterable[Tensor | None]) -> int:
+def nbytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the distinct storages behind `tensors`."""
     storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()  # an address would be 0 on the meta device
         for tensor in tensors
         if tensor is not None
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvcomp.core import KV, Compressor
 from kvcomp.layer import CompressedLayer
-from kvcomp.memory import ROW_PARTS, Memory, held_tensors
+from kvcomp.memory import ROW_PARTS, Memory, held_tensors, nbytes, row_parts
 from kvcomp.plan.shapes import ShapesOnly, extra_bytes, sized
 
 RECORDER = "kvcomp_plan"
@@ -157,7 +156,7 @@ def _stock_bytes(layer: Any, token: Token | None, prompt: int, length: int) -> t
             if new > 0 and token is not None and isinstance(layer, DynamicLayer):
                 rows = token.times(new)
                 layer.update(rows.key, rows.value)
-        held.append(_nbytes(*held_tensors(vars(layer))))
+        held.append(nbytes(held_tensors(vars(layer))))
     return held[0], held[1]
 
 
@@ -215,23 +214,6 @@ def _room(layer: CompressedLayer) -> int:
 
 
 def layer_parts(layer: CompressedLayer) -> dict[str, int]:
-    """Bytes of a layer by the parts of `Memory`; tensors of the meta device share no storage."""
-    storage, recent = layer.storage, layer.recent_queries
-    buffer, exact, packed = storage.buffer, storage.exact, storage.packed
-    assert buffer is not None
-    parts = [part for part in (buffer, exact, packed) if part is not None]
-    held: list[Mapping[str, Tensor]] = [] if packed is None else [packed.keys.tensors, packed.values.tensors]
-    return {
-        "keys": _nbytes(buffer.keys),
-        "values": _nbytes(buffer.values),
-        "codes": _nbytes(*(tensors["codes"] for tensors in held)),
-        "scales": _nbytes(*(tensor for tensors in held for name, tensor in tensors.items() if name != "codes")),
-        "exact": 0 if exact is None else _nbytes(exact.keys, exact.values),
-        "positions": _nbytes(*(part.positions for part in parts)),
-        "mass": _nbytes(*(part.mass for part in parts)),
-        "queries": _nbytes(recent.buffer, recent.buffer_positions),
-    }
-
-
-def _nbytes(*tensors: Tensor | None) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
+    """Bytes of a layer by the parts of `Memory`."""
+    recent = layer.recent_queries
+    return row_parts([layer.storage]) | {"queries": nbytes([recent.buffer, recent.buffer_positions])}

@@ -28,6 +28,17 @@ class Packed:
         """Number of slots, the same for every head."""
         return self.positions.shape[2]
 
+    @property
+    def codes(self) -> list[Tensor]:
+        """The codes of keys and values."""
+        return [rows.tensors["codes"] for rows in (self.keys, self.values)]
+
+    @property
+    def scales(self) -> list[Tensor]:
+        """What turns codes into numbers: all else that packed keys and values store."""
+        sides = (self.keys.tensors, self.values.tensors)
+        return [tensor for held in sides for name, tensor in held.items() if name != "codes"]
+
     def take(self, kept: Kept) -> Packed:
         """The rows `kept` `[batch, kv_heads, kept]`, in that order: codes, not decoded ones."""
         index = by_row(kept)

@@ -69,10 +69,9 @@ class Stored:
 def _parts(result: KV) -> dict[str, int]:
     if not isinstance(result, MixedKV):
         return dict.fromkeys(PARTS, 0) | {"exact": _dense(result), "positions": _nbytes([result.positions])}
-    sides = (result.packed.keys.tensors, result.packed.values.tensors)
     return {
-        "codes": _nbytes(side["codes"] for side in sides),
-        "scales": _nbytes(tensor for side in sides for name, tensor in side.items() if name != "codes"),
+        "codes": _nbytes(result.packed.codes),
+        "scales": _nbytes(result.packed.scales),
         "exact": _dense(result.exact),
         "recent": _dense(result.recent),
         "positions": _nbytes(part.positions for part in result.parts),
