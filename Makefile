@@ -24,7 +24,7 @@ test: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPYPATH=experiments $(BIN)/mypy
+	MYPYPATH=experiments:kernels $(BIN)/mypy
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
