@@ -12,6 +12,7 @@ element of the rows held at the end, positions and spare room included (in float
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
@@ -173,8 +174,9 @@ def sentence(limit: dict[str, Any]) -> str:
     return f"{limit['setting']} against {limit['against']}: {limit['rise']:+.2%}, below {limit['limit']:.1%} {verdict}"
 
 
-def write_markdown(path: Path, label: str, table: list[list[str]], limits: list[dict[str, Any]], told: Any) -> None:
+def write_markdown(path: Path, label: str, table: list[list[str]], limits: list[dict[str, Any]]) -> None:
     """The table as Markdown beside the JSON file, with what is needed to repeat it."""
+    told = json.loads(path.read_text())
     source = told["provenance"]
     lines = [
         f"# Quantization of SmolLM2-135M-Instruct, {label}", "",
@@ -224,10 +226,8 @@ def main(
         stretches=stretches, seed=seed, length=LENGTH, chunk=CHUNK, budget=BUDGET, commit_at_start=commit,
         minutes=(time.perf_counter() - start) / 60, limits=limits,
     )  # fmt: skip
-    told = {"provenance": provenance(), "settings": {"seed": seed, "commit_at_start": commit,
-            "minutes": (time.perf_counter() - start) / 60}}  # fmt: skip
     table = [cells(row, rows[0]["perplexity"]) for row in rows]
-    write_markdown(path, label, table, limits, told)
+    write_markdown(path, label, table, limits)
     printed = Table(*COLUMNS, title=f"quantization of SmolLM2-135M-Instruct, {label}")
     for line in table:
         printed.add_row(*line)
