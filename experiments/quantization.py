@@ -32,8 +32,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvcomp import CompressedCache, models
-from kvcomp.core import Compressor, Rows, ValueRows
+from kvcomp import CompressedCache, models, ops
+from kvcomp.core import Compressor, Kept, Rows, ValueRows
 from kvcomp.evict import StreamingLLM, VaSE
 from kvcomp.quant import BitsAndBytes, MixedPrecision, PackedRows
 
@@ -60,12 +60,12 @@ class OneSide(MixedPrecision):
 
     keys: bool = True
 
-    def pack(self, keys: Rows, values: ValueRows) -> tuple[PackedRows, PackedRows]:
+    def pack(self, keys: Rows, values: ValueRows, index: Kept | None = None) -> tuple[PackedRows, PackedRows]:
         """One side packed."""
-        packed_keys, packed_values = super().pack(keys, values)
-        if self.keys:
-            return packed_keys, AsTheyAre(values.shape[-1], values.dtype, values)
-        return AsTheyAre(keys.shape[-1], keys.dtype, keys), packed_values
+        packed_keys, packed_values = super().pack(keys, values, index)
+        left = ops.rows_at(values if self.keys else keys, index)
+        kept = AsTheyAre(left.shape[-1], left.dtype, left)
+        return (packed_keys, kept) if self.keys else (kept, packed_values)
 
 
 @dataclass(frozen=True)

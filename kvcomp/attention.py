@@ -18,7 +18,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
-from kvcomp import ops
 from kvcomp.layer import CompressedLayer
 from kvcomp.quant.mixed import MixedKV
 from kvcomp.rotary import Rotary
@@ -29,6 +28,8 @@ hub."""
 
 HIDDEN = -1e3
 """An additive mask below this hides a row; masks are made with values from -1e4 down to the least of the dtype."""
+FEW = 8
+"""Queries, such as drafts, up to which packed rows are read as codes; more are worth decoding a layer for."""
 ROTARY_FAMILIES = {
     "gemma", "gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3",
     "qwen3_moe",
@@ -90,8 +91,8 @@ def attention_forward(
     """Attention of `query` `[batch, query_heads, new, head_dim]`; `[batch, new, query_heads, value_dim]` and weights or
     None.
 
-    One query against the rows of a `CompressedLayer` under sdpa runs `folded_decode`, and against packed rows, unless
-    the model runs eager attention, `ops.mixed_decode`; all else the model's `own` attention, over decoded rows.
+    One query against the rows of a `CompressedLayer` under sdpa runs `folded_decode`; up to `FEW` against packed rows,
+    unless the model runs eager attention, `MixedKV.attend`; all else the model's `own` attention, over decoded rows.
     """
     layer: CompressedLayer | None = getattr(key, "kvcomp_layer", None)
     if layer is None:
@@ -99,13 +100,13 @@ def attention_forward(
     output: tuple[Tensor, Tensor | None]
     layer.hide(visible_rows(attention_mask))
     kv, scaling = layer.storage.kv, kwargs.get("scaling")
-    one = query.shape[2] == 1 and own != "eager" and _is_plain(kwargs)
-    if isinstance(kv, MixedKV) and one and not layer.given_mask:
-        output = ops.mixed_decode(query, kv, scaling), None
+    plain = own != "eager" and _is_plain(kwargs)
+    if isinstance(kv, MixedKV) and plain and query.shape[2] <= FEW and not layer.given_mask:
+        output = kv.attend(query, scaling), None
     else:
         if isinstance(kv, MixedKV):
             key, value = kv.keys, kv.values
-        if own == "sdpa" and one:
+        if own == "sdpa" and plain and query.shape[2] == 1:
             output = folded_decode(query, key, value, attention_mask, scaling), None
         else:
             output = own_attention(module, own)(module, query, key, value, attention_mask, **kwargs)

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvcomp import noise
+from kvcomp.dispatch import operation
 from kvcomp.rotary import Rotary
 
 Rows: TypeAlias = Float[Tensor, "batch kv_heads rows head_dim"]
@@ -68,8 +69,7 @@ class KV:
 
     def take(self, kept: Kept) -> KV:
         """The rows `kept` `[batch, kv_heads, kept]`, in that order, as new tensors."""
-        index = by_row(kept)
-        return self.map(lambda tensor: tensor[index])
+        return self.map(lambda tensor: take_rows(tensor, kept))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> KV:
         """The same with every tensor replaced by `change` of it."""
@@ -99,14 +99,12 @@ class KV:
         return KV.map(self, lambda tensor: tensor[:, :, : self.rows - skip])
 
 
-def by_row(kept: Kept) -> tuple[Tensor, Tensor, Tensor]:
-    """Index of the rows `kept` `[batch, kv_heads, kept]` of a tensor `[batch, kv_heads, rows, ...]`.
-
-    It copies whole rows: on CPU three times faster than gather.
-    """
+@operation("pack", "(Tensor x, Tensor kept) -> Tensor")
+def take_rows(x: Tensor, kept: Kept) -> Tensor:
+    """The rows `kept` `[batch, kv_heads, kept]` of `x` `[batch, kv_heads, rows, ...]`, as a new tensor."""
     batch = torch.arange(kept.shape[0], device=kept.device)[:, None, None]
     head = torch.arange(kept.shape[1], device=kept.device)[None, :, None]
-    return batch, head, kept.to(torch.int64)
+    return x[batch, head, kept.to(torch.int64)]  # whole rows: on CPU three times faster than gather
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,7 @@ class Observed:
 
     def uniform(self, positions: Positions) -> Score:
         """A number in (0, 1) for each row, from (seed, layer, round, KV head, position) and nothing else."""
-        heads = torch.arange(positions.shape[1], device=positions.device)
-        return noise.uniform(positions, self.seed, self.layer, self.round, heads[:, None])
+        return noise.token_noise(positions, self.seed, self.layer, self.round)
 
     def gumbel(self, positions: Positions) -> Score:
         """Standard Gumbel noise for each row, `-log(-log u)` of `uniform`."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+
+from kvcomp.dispatch import operation
 
 WORD = 0xFFFFFFFF
 TOKENS, SKETCH = 0, 1
@@ -28,6 +30,15 @@ def uniform(last: Tensor, seed: int, *counters: int | Tensor, stream: int = TOKE
             word = word.to(last.device, torch.int64)
         state = _mix(state ^ (word & WORD))
     return ((state >> 9).float() + 0.5) * 2.0**-23
+
+
+@operation("noise", "(Tensor positions, int seed, int layer, int round) -> Tensor")
+def token_noise(
+    positions: Int[Tensor, "batch kv_heads rows"], seed: int, layer: int, round: int
+) -> Float[Tensor, "batch kv_heads rows"]:
+    """A number in (0, 1) for each row, from (seed, layer, round, KV head, position) and nothing else."""
+    heads = torch.arange(positions.shape[1], device=positions.device)
+    return uniform(positions, seed, layer, round, heads[:, None])
 
 
 def normal(

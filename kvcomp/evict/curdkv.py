@@ -53,6 +53,8 @@ def gaussian_sketch(kv: KV, seen: Observed, rank: int, resample: bool) -> Tensor
 
 def key_value_leverage(kv: KV, sketch: Tensor | None, local_window: int | None = None) -> Score:
     """`|k G|^2 |v G|^2` per row; both factors normalised over blocks of `local_window` rows if given."""
+    if sketch is not None and local_window is None:
+        return ops.sketched_leverage(kv.keys, kv.values, sketch)
     keys, values = ops.squared_norm(kv.keys, sketch), ops.squared_norm(kv.values, sketch)
     if local_window is not None:
         keys, values = (_normalise_blocks(norm, kv.pads, local_window) for norm in (keys, values))

@@ -35,5 +35,5 @@ class SnapKV(ScoreEvictor):
 
     def score(self, kv: KV, seen: Observed) -> Score:
         """Pooled attention, mean over the group; 0 for the recent rows."""
-        attention = ops.attention_score(kv, seen)[..., : kv.rows - self.recent]
-        return torch.nn.functional.pad(ops.average_pool(attention, self.pool).mean(2), (0, self.recent))
+        attention = ops.pooled_attention(kv, seen, drop=0, recent=self.recent, pool=self.pool)
+        return torch.nn.functional.pad(attention, (0, self.recent))

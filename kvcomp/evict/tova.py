@@ -28,5 +28,5 @@ class TOVA(ScoreEvictor):
 
     def score(self, kv: KV, seen: Observed) -> Score:
         """The same score for every KV head."""
-        attention = ops.attention_score(kv, seen).mean(2)
+        attention = ops.pooled_attention(kv, seen, drop=0, recent=0, pool=1)
         return attention.mean(1, keepdim=True).expand_as(attention)

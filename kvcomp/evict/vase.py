@@ -70,24 +70,30 @@ class VaSE(ScoreEvictor):
 
     def score(self, kv: KV, seen: Observed) -> Score:
         """The log score with noise (attnv) or the sketched leverage (dkv); reserved rows above all others."""
-        score = self._attnv(kv, seen) if self.scorer == "attnv" else self._dkv(kv, seen)
         count = (self.protected or 0) - self.sinks
+        score, magnitude = self._attnv(kv, seen) if self.scorer == "attnv" else (self._dkv(kv, seen), None)
         if count <= 0:
             return score
-        magnitude = ops.value_magnitude(kv, self.magnitude)
+        if magnitude is None:
+            magnitude = ops.value_magnitude(kv, self.magnitude)
         candidates = magnitude.masked_fill(self.pinned(kv, seen) | kv.pads, -torch.inf)
         largest = ranked(candidates, min(count, kv.rows))
         # Above every other score, yet ordered by magnitude in case a protected prompt leaves fewer rows than `count`.
         above = score.nan_to_num(0.0).amax(-1, keepdim=True).clamp_min(0.0) + 1.0
         return score.scatter(2, largest, above + candidates.gather(2, largest).clamp_min(0.0))
 
-    def _attnv(self, kv: KV, seen: Observed) -> Score:
-        attention = ops.average_pool(ops.attention_score(kv, seen, drop=self.recent), self.pool).mean(2)
+    def _attnv(self, kv: KV, seen: Observed) -> tuple[Score, Score | None]:
+        """The score, and the range of the values if that is their magnitude: it comes in the same pass."""
+        settings, magnitude = {"drop": self.recent, "recent": self.recent, "pool": self.pool}, None
+        if self.magnitude == "range":
+            attention, magnitude = ops.attention_and_range(kv, seen, **settings)
+        else:
+            attention = ops.pooled_attention(kv, seen, **settings)
         attention = torch.nn.functional.pad(attention, (0, self.recent))
         if not self.stochastic:
-            return attention
+            return attention, magnitude
         logarithm = attention.clamp_min(torch.finfo(torch.float32).tiny).log()
-        return logarithm / self.temperature + seen.gumbel(kv.positions)
+        return logarithm / self.temperature + seen.gumbel(kv.positions), magnitude
 
     def _dkv(self, kv: KV, seen: Observed) -> Score:
         return key_value_leverage(kv, gaussian_sketch(kv, seen, self.rank, resample=self.stochastic))

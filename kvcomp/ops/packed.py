@@ -12,13 +12,12 @@ group may exceed the largest float32.
 
 from __future__ import annotations
 
-import math
-
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from kvcomp.ops.dispatch import with_kernel
+from kvcomp.core import Kept, Rows, take_rows
+from kvcomp.dispatch import operation
 
 Codes = UInt8[Tensor, "batch kv_heads rows bytes"]
 Groups = Float[Tensor, "batch kv_heads rows groups"]
@@ -26,11 +25,26 @@ BLOCK = 1024
 """Rows whose codes the definitions turn into floats at a time."""
 
 
-@with_kernel
+@operation(
+    "pack",
+    "(Tensor x, int bits, int group_size, ScalarType scale_dtype, bool rotate=False, Tensor? index=None)"
+    " -> (Tensor, Tensor, Tensor)",
+)
 def pack(
-    x: Float[Tensor, "batch kv_heads rows width"], bits: int, group_size: int, scale_dtype: torch.dtype
+    x: Float[Tensor, "batch kv_heads stored width"],
+    bits: int,
+    group_size: int,
+    scale_dtype: torch.dtype,
+    rotate: bool = False,
+    index: Int[Tensor, "batch kv_heads rows"] | None = None,
 ) -> tuple[Codes, Groups, Groups]:
-    """`codes, scale, zero_point` of the rows `x`. They must be finite: a NaN spoils its group."""
+    """`codes, scale, zero_point` of the rows `index` of `x` (None: all), a row of zeros where the index is negative.
+
+    `rotate`: of `hadamard` of the rows. They must be finite: a NaN spoils its group.
+    """
+    x = rows_at(x, index)
+    if rotate:
+        x = hadamard(x)
     groups = -(-x.shape[-1] // group_size)
     padded = torch.nn.functional.pad(x.float(), (0, groups * group_size - x.shape[-1]), value=torch.nan)
     grouped = padded.unflatten(-1, (groups, group_size))  # what fills the last group must not count
@@ -38,14 +52,20 @@ def pack(
     high = grouped.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1)
     zero_point, levels = _round_down(low, scale_dtype), 2**bits - 1
     half_zero = 0.5 * zero_point.float()
-    scale = _round_up(2 * ((0.5 * high - half_zero).clamp_min(0) / levels), scale_dtype)
+    steps = torch.full(
+        (), float(levels), device=x.device
+    )  # a tensor: CUDA multiplies by the rounded inverse of a number
+    scale = _round_up(2 * ((0.5 * high - half_zero).clamp_min(0) / steps), scale_dtype)
     half_scale = 0.5 * scale.float()
     steps = (0.5 * grouped - half_zero[..., None]) / half_scale.where(half_scale > 0, 1.0)[..., None]
     codes = steps.nan_to_num(0.0).round().clamp(0, levels).flatten(-2)[..., : x.shape[-1]]
     return _to_bytes(codes.to(torch.uint8), bits), scale, zero_point
 
 
-@with_kernel
+@operation(
+    "pack",
+    "(Tensor codes, Tensor scale, Tensor zero_point, int bits, int group_size, int width, ScalarType dtype) -> Tensor",
+)
 def unpack(
     codes: Codes, scale: Groups, zero_point: Groups, bits: int, group_size: int, width: int, dtype: torch.dtype
 ) -> Float[Tensor, "batch kv_heads rows width"]:
@@ -54,7 +74,7 @@ def unpack(
     return narrowed(2 * (half_zero + _from_bytes(codes, bits, width).float() * half_scale), dtype)
 
 
-@with_kernel
+@operation("pack", "(Tensor query, Tensor codes, Tensor scale, Tensor zero_point, int bits, int group_size) -> Tensor")
 def packed_dot(
     query: Float[Tensor, "batch kv_heads queries width"],
     codes: Codes,
@@ -74,7 +94,10 @@ def packed_dot(
     return logits
 
 
-@with_kernel
+@operation(
+    "pack",
+    "(Tensor weights, Tensor codes, Tensor scale, Tensor zero_point, int bits, int group_size, int width) -> Tensor",
+)
 def packed_weighted_sum(
     weights: Float[Tensor, "batch kv_heads queries rows"],
     codes: Codes,
@@ -91,6 +114,13 @@ def packed_weighted_sum(
         scaled = weights[:, :, :, part, None] * scale[:, :, None, part].float()
         total = total + torch.einsum("bhqng,bhngc->bhqgc", scaled, floats)
     return total.flatten(-2)[..., :width]
+
+
+def rows_at(x: Rows, index: Kept | None) -> Float[Tensor, "batch kv_heads slots head_dim"]:
+    """The rows `index` of `x` (None: all), a row of zeros where the index is negative."""
+    if index is None:
+        return x
+    return take_rows(x, index.clamp_min(0)).masked_fill_((index < 0)[..., None], 0)
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,7 +140,7 @@ def hadamard_block(width: int) -> int:
     return block
 
 
-@with_kernel
+@operation("pack", "(Tensor x) -> Tensor")
 def hadamard(x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
     """`x` times the orthonormal Walsh-Hadamard matrix, block by block, in float32; its own inverse.
 
@@ -118,7 +148,7 @@ def hadamard(x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
     batch and on any device. Raises ValueError for a width that 8 does not divide.
     """
     block = hadamard_block(x.shape[-1])
-    rotated = (x.float() / math.sqrt(block)).unflatten(-1, (-1, block))  # first, so that sums overflow no sooner
+    rotated = (x.float() * block**-0.5).unflatten(-1, (-1, block))  # first, so that sums overflow no sooner
     half = 1
     while half < block:
         first, second = rotated.unflatten(-1, (-1, 2, half)).unbind(-2)

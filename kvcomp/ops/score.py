@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvcomp.core import KV, Observed, Score
+from kvcomp.core import KV, Observed, Positions, Queries, Rows, Score, ValueRows
+from kvcomp.dispatch import operation
 
 Magnitude = Literal["range", "variance", "l2"]
 HeadScore = Float[Tensor, "batch kv_heads group rows"]
+Scored = Float[Tensor, "batch kv_heads scored"]
 Logits = Float[Tensor, "batch kv_heads group window rows"]
 
 
@@ -23,12 +25,11 @@ def attention_logits(kv: KV, seen: Observed, drop: int = 0) -> Logits:
     A query sees no padding and no row later than itself. The product is taken in the dtype of the keys, all else in
     float32. Learned attention sinks and logit caps are left out. Raises ValueError without queries.
     """
-    if seen.queries is None:
-        raise ValueError("this method scores with queries, but Observed.queries is None: pass the last queries")
-    older, window = kv.without_newest(drop), seen.queries.shape[2]
+    queries = _queries(seen)
+    older, window = kv.without_newest(drop), queries.shape[2]
     batch, heads, rows, head_dim = older.keys.shape
     scaling = head_dim**-0.5 if seen.scaling is None else seen.scaling
-    folded = (seen.queries * scaling).reshape(batch, heads, -1, head_dim)  # the query heads of a group become rows
+    folded = (queries * scaling).reshape(batch, heads, -1, head_dim)  # the query heads of a group become rows
     logits = (folded @ older.keys.transpose(2, 3)).float().view(batch, heads, -1, window, rows)
     causal = drop < window  # else every row that is left is older than every query
     if causal or seen.padded:
@@ -78,6 +79,58 @@ def _by_heads(kv: KV, seen: Observed, at_once: int = 1 << 20) -> Iterator[tuple[
         yield rows, replace(seen, queries=grouped[:, part].flatten(1, 2))
 
 
+@operation(
+    "score",
+    "(Tensor queries, Tensor keys, Tensor? values, Tensor positions, Tensor query_positions, float scaling, int drop, "
+    "int recent, int pool, bool padded) -> (Tensor, Tensor)",
+)
+def window_score(
+    queries: Queries,
+    keys: Rows,
+    values: ValueRows | None,
+    positions: Positions,
+    query_positions: Int[Tensor, "batch window"],
+    scaling: float,
+    drop: int,
+    recent: int,
+    pool: int,
+    padded: bool,
+) -> tuple[Scored, Tensor]:
+    """What `attention_and_range` returns, from plain tensors; without values the range has no elements."""
+    kv = KV(keys, keys if values is None else values, positions)
+    attention = attention_score(kv, Observed(queries, query_positions, scaling, padded=padded), drop)
+    score = average_pool(attention[..., : kv.rows - recent], pool).mean(2)
+    return score, keys.new_empty(0, dtype=torch.float32) if values is None else value_range(values)
+
+
+def pooled_attention(kv: KV, seen: Observed, drop: int, recent: int, pool: int) -> Scored:
+    """`mean_group pool(mean_window softmax_rows(scaling * q . k))` `[batch, kv_heads, rows - recent]`.
+
+    The `drop` newest rows are left out of the softmax; the average over `pool` neighbours is taken over all rows but
+    the `recent` newest. Raises ValueError without queries.
+    """
+    return window_score(*_scored(kv, seen, None), drop, recent, pool, seen.padded)[0]
+
+
+def attention_and_range(kv: KV, seen: Observed, drop: int, recent: int, pool: int) -> tuple[Scored, Score]:
+    """`pooled_attention`, and `value_range` of all rows, in one pass."""
+    return window_score(*_scored(kv, seen, kv.values), drop, recent, pool, seen.padded)
+
+
+def _scored(
+    kv: KV, seen: Observed, values: ValueRows | None
+) -> tuple[Queries, Rows, ValueRows | None, Positions, Tensor, float]:
+    queries = _queries(seen)
+    scaling = kv.head_dim**-0.5 if seen.scaling is None else seen.scaling
+    return queries, kv.keys, values, kv.positions, _query_positions(kv, seen), scaling
+
+
+def _queries(seen: Observed) -> Queries:
+    if seen.queries is None:
+        raise ValueError("this method scores with queries, but Observed.queries is None: pass the last queries")
+    return seen.queries
+
+
 def attention_mass(kv: KV, seen: Observed, block: int = 128) -> Score:
     """Attention received by each row, summed over all queries given, mean over the group. `block` queries at a time."""
     assert seen.queries is not None
@@ -104,10 +157,23 @@ def max_pool(score: Float[Tensor, "batch kv_heads *group rows"], kernel: int) ->
 
 def value_magnitude(kv: KV, magnitude: Magnitude = "range") -> Score:
     """Per row over the channels of its value: `max - min` (range), population variance, or L2 norm; float32."""
-    values = kv.values.float()
     if magnitude == "range":
-        return values.amax(-1) - values.amin(-1)
+        return value_range(kv.values)
+    values = kv.values.float()
     return values.var(-1, correction=0) if magnitude == "variance" else values.norm(dim=-1)
+
+
+@operation("score", "(Tensor values) -> Tensor")
+def value_range(values: Float[Tensor, "batch kv_heads rows width"]) -> Score:
+    """`max - min` over the channels of each row; float32."""
+    values = values.float()
+    return values.amax(-1) - values.amin(-1)
+
+
+@operation("score", "(Tensor keys, Tensor values, Tensor sketch) -> Tensor")
+def sketched_leverage(keys: Rows, values: ValueRows, sketch: Float[Tensor, "kv_heads head_dim rank"]) -> Score:
+    """`|k G|^2 |v G|^2` per row, with a sketch `G` for each KV head; float32."""
+    return squared_norm(keys, sketch) * squared_norm(values, sketch)
 
 
 def squared_norm(rows: Tensor, sketch: Tensor | None) -> Score:

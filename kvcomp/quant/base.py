@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvcomp import ops
-from kvcomp.core import EMPTY, KV, Observed, Rows, Score, ValueRows
+from kvcomp.core import EMPTY, KV, Kept, Observed, Rows, Score, ValueRows
 from kvcomp.evict.base import LARGEST, ranked
 from kvcomp.pipeline import Composable
-from kvcomp.quant.mixed import MixedKV, Packed, only
+from kvcomp.quant.mixed import MixedKV, Packed, compacted, only
 from kvcomp.quant.packed import PackedRows
 
 ExactBy = Literal["value_range", "key_range", "random", "none"]
@@ -51,8 +51,9 @@ class Quantizer(Composable, ABC):
             raise ValueError(f"{type(self).__name__}: exact_by must be one of {names}, got {self.exact_by!r}")
 
     @abstractmethod
-    def pack(self, keys: Rows, values: ValueRows) -> tuple[PackedRows, PackedRows]:
-        """Finite keys and values, packed row by row."""
+    def pack(self, keys: Rows, values: ValueRows, index: Kept | None = None) -> tuple[PackedRows, PackedRows]:
+        """The rows `index` `[batch, kv_heads, slots]` of finite keys and values (None: all), packed; a row of zeros
+        where the index is negative."""
 
     @property
     def unpacked(self) -> int | None:  # type: ignore[override]
@@ -75,7 +76,7 @@ class Quantizer(Composable, ABC):
         older, newest = _split(kv, recent)
         self._check_finite(older, seen.layer)
         exact = self._exact(kv, older, seen)
-        packed = self._packed(only(older, (older.positions != EMPTY) & ~exact))
+        packed = self._packed(older, (older.positions != EMPTY) & ~exact)
         if isinstance(kv, MixedKV):
             packed = kv.packed.extended(packed)
         return MixedKV(packed, only(older, exact), newest, kv.rows)
@@ -115,12 +116,12 @@ class Quantizer(Composable, ABC):
                     "try a dtype with more range, such as bfloat16"
                 )
 
-    def _packed(self, rows: KV) -> Packed:
-        hidden = (rows.positions < 0)[..., None]
-        keys, values = rows.keys, rows.values
-        if bool(hidden.any()):  # padding may hold anything
-            keys, values = keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
-        return Packed(*self.pack(keys, values), rows.positions, rows.mass)
+    def _packed(self, rows: KV, chosen: Tensor) -> Packed:
+        index, used = compacted(chosen)
+        positions = ops.take_rows(rows.positions, index).masked_fill_(~used, EMPTY)
+        mass = None if rows.mass is None else ops.take_rows(rows.mass, index)
+        keys, values = self.pack(rows.keys, rows.values, index.masked_fill(positions < 0, -1))  # padding holds anything
+        return Packed(keys, values, positions, mass)
 
 
 def _split(kv: KV, recent: int) -> tuple[KV, KV]:

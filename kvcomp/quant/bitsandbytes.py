@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Float32, UInt8
 from torch import Tensor
 
-from kvcomp.core import Rows, ValueRows
+from kvcomp import ops
+from kvcomp.core import Kept, Rows, ValueRows
 from kvcomp.quant.base import Quantizer
 from kvcomp.quant.packed import PackedRows
 
@@ -72,7 +73,7 @@ class BitsAndBytes(Quantizer):
         """Raises ValueError if blocks do not fill a row of `head_dim` channels."""
         self._block_size(head_dim)
 
-    def pack(self, keys: Rows, values: ValueRows) -> tuple[PackedRows, PackedRows]:
+    def pack(self, keys: Rows, values: ValueRows, index: Kept | None = None) -> tuple[PackedRows, PackedRows]:
         """Keys and values in the same format, each with the block size for its width."""
         sizes = [self._block_size(rows.shape[-1]) for rows in (keys, values)]
         if self.format == "int8" and keys.is_cuda and min(sizes) < LEAST_8_BIT_ON_CUDA:
@@ -80,8 +81,11 @@ class BitsAndBytes(Quantizer):
                 f"BitsAndBytes: on CUDA int8 needs blocks of at least {LEAST_8_BIT_ON_CUDA} channels, got {min(sizes)} "
                 f"for rows of {keys.shape[-1]} and {values.shape[-1]}; raise block_size, or use MixedPrecision(8)"
             )
-        key_size, value_size = sizes
-        return BlockRows.of(keys, self.format, key_size), BlockRows.of(values, self.format, value_size)
+        packed = [
+            BlockRows.of(ops.rows_at(x, index), self.format, size)
+            for x, size in zip((keys, values), sizes, strict=True)
+        ]
+        return packed[0], packed[1]
 
     def _block_size(self, width: int) -> int:
         """Channels of a block in rows of `width` channels."""

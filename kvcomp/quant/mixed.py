@@ -10,8 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvcomp.core import EMPTY, KV, Kept, Positions, Rows, Score, ValueRows, by_row
-from kvcomp.quant.packed import PackedRows
+from kvcomp import ops
+from kvcomp.core import EMPTY, KV, Kept, Positions, Rows, Score, ValueRows, take_rows
+from kvcomp.quant.packed import AffineRows, PackedRows
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,7 @@ class Packed:
 
     def take(self, kept: Kept) -> Packed:
         """The rows `kept` `[batch, kv_heads, kept]`, in that order: codes, not decoded ones."""
-        index = by_row(kept)
-        return self.map(lambda tensor: tensor[index])
+        return self.map(lambda tensor: take_rows(tensor, kept))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Packed:
         """The same with every tensor replaced by `change` of it."""
@@ -130,8 +130,23 @@ class MixedKV(KV):
         masses = [part.mass for part in self.parts if part.mass is not None]
         return torch.cat(masses, dim=2).gather(2, self.order) if masses else None
 
+    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+        """Attention of the queries `[batch, query_heads, new, head_dim]` of the `new` newest rows, from the codes;
+        see `ops.packed_decode`."""
+        keys, values = self.packed.keys, self.packed.values
+        scaling = self.head_dim**-0.5 if scaling is None else scaling
+        dense = [self.exact.keys, self.exact.values, self.recent.keys, self.recent.values]
+        positions = [part.positions for part in self.parts]
+        if not isinstance(keys, AffineRows) or not isinstance(values, AffineRows) or values.rotated:
+            return ops.attend(query, keys.dot, values.weighted_sum, dense, positions, scaling)
+        return ops.packed_decode(
+            query, ops.hadamard(query) if keys.rotated else query,
+            keys.parts, values.parts, dense, positions,
+            [keys.bits, values.bits], [keys.group_size, values.group_size], scaling,
+        )  # fmt: skip
+
     def _decoded(self, packed: PackedRows, *dense: Tensor) -> Tensor:
-        return torch.cat([packed.unpack(), *dense], dim=2)[by_row(self.order)]
+        return take_rows(torch.cat([packed.unpack(), *dense], dim=2), self.order)
 
     def take(self, kept: Kept) -> MixedKV:
         """The rows `kept` `[batch, kv_heads, kept]`; packed ones stay packed, and the order is again that of time."""
@@ -163,6 +178,12 @@ def _within(part: Part, slots: Tensor, start: int) -> Part:
 
 def only(part: Part, chosen: Tensor) -> Part:
     """The `chosen` rows in their order, as new tensors; heads with fewer than others get empty slots at the end."""
+    return taken(part, *compacted(chosen))
+
+
+def compacted(chosen: Tensor) -> tuple[Kept, Tensor]:
+    """Indices of the `chosen` rows of each head, in their order, as many as any head has; and which of them are used,
+    as heads with fewer are filled up."""
     count = chosen.sum(-1, keepdim=True)
     index = (~chosen).to(torch.uint8).argsort(dim=-1, stable=True)[:, :, : int(count.max())]
-    return taken(part, index, torch.arange(index.shape[2], device=index.device) < count)
+    return index, torch.arange(index.shape[2], device=index.device) < count

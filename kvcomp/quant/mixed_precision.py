@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 from kvcomp import ops
-from kvcomp.core import Rows, ValueRows
+from kvcomp.core import Kept, Rows, ValueRows
 from kvcomp.quant.base import Quantizer
 from kvcomp.quant.packed import AffineRows, PackedRows
 
@@ -72,12 +72,12 @@ class MixedPrecision(Quantizer):
         if self.rotate_keys:
             ops.hadamard_block(head_dim)
 
-    def pack(self, keys: Rows, values: ValueRows) -> tuple[PackedRows, PackedRows]:
+    def pack(self, keys: Rows, values: ValueRows, index: Kept | None = None) -> tuple[PackedRows, PackedRows]:
         """Keys, rotated if asked, and values, each with its bits."""
         assert self.key_bits is not None and self.value_bits is not None
         return (
-            AffineRows.of(keys, self.key_bits, self._group(self.key_bits, keys.shape[-1]), self.rotate_keys),
-            AffineRows.of(values, self.value_bits, self._group(self.value_bits, values.shape[-1])),
+            AffineRows.of(keys, self.key_bits, self._group(self.key_bits, keys.shape[-1]), self.rotate_keys, index),
+            AffineRows.of(values, self.value_bits, self._group(self.value_bits, values.shape[-1]), index=index),
         )
 
     def _group(self, bits: int, width: int) -> int:

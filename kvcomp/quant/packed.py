@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcomp import ops
-from kvcomp.core import Rows
+from kvcomp.core import Kept, Rows
 
 BLOCK = 256
 """Rows that are unpacked at a time where codes cannot be used as they are."""
@@ -100,19 +101,24 @@ class AffineRows(PackedRows):
     rotated: bool = False
 
     @classmethod
-    def of(cls, rows: Rows, bits: int, group_size: int, rotated: bool = False) -> AffineRows:
-        """Packs finite `rows`. Scale and zero point are bfloat16 for float32 rows, else in the dtype of the rows.
+    def of(cls, rows: Rows, bits: int, group_size: int, rotated: bool = False, index: Kept | None = None) -> AffineRows:
+        """Packs the rows `index` of the finite `rows` (None: all), a row of zeros where the index is negative.
 
-        Raises ValueError for rows so large that they overflow float32 when they are rotated.
+        Scale and zero point are bfloat16 for float32 rows, else in the dtype of the rows. Raises ValueError for rows so
+        large that their rotation might overflow float32.
         """
         scale_dtype = torch.bfloat16 if rows.dtype == torch.float32 else rows.dtype
-        source = ops.hadamard(rows) if rotated else rows
-        if rotated and not bool(source.isfinite().all()):
-            raise ValueError(
-                f"keys up to {float(rows.abs().max()):.1e} overflow when they are rotated: set rotate_keys=False"
-            )
-        codes, scale, zero_point = ops.pack(source, bits, group_size, scale_dtype)
+        if rotated and rows.dtype != torch.float16:
+            largest = float(rows.abs().amax()) if rows.numel() else 0.0
+            if largest > torch.finfo(torch.float32).max / math.sqrt(ops.hadamard_block(rows.shape[-1])):
+                raise ValueError(f"keys up to {largest:.1e} overflow when they are rotated: set rotate_keys=False")
+        codes, scale, zero_point = ops.pack(rows, bits, group_size, scale_dtype, rotated, index)
         return cls(rows.shape[-1], rows.dtype, codes, scale, zero_point, bits, group_size, rotated)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """Codes, scale and zero point."""
+        return [self.codes, self.scale, self.zero_point]
 
     def unpack(self) -> Rows:
         """The rows, decoded, in `dtype`."""

@@ -10,7 +10,7 @@ from support import run_python
 
 from kvcomp import ops
 
-cpu = pytest.importorskip("kvcomp_kernels.cpu.packed", reason="numba is not installed")
+cpu = pytest.importorskip("kvcomp_kernels.cpu.pack", reason="numba is not installed")
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_threads_share_the_heads(monkeypatch):
 def test_after_a_fork():
     code = """
         import os, torch
-        from kvcomp_kernels.cpu import packed
+        from kvcomp_kernels.cpu import pack as packed
         from kvcomp import ops
         torch.set_num_threads(2)
         packed.SMALL = 0

@@ -15,7 +15,7 @@ from kvcomp import CompressedCache
 from kvcomp.core import EMPTY
 from kvcomp.evict import H2O, KeyNorm, Random, SnapKV, VaSE
 from kvcomp.layer import CompressedLayer
-from kvcomp.ops import mixed_decode
+from kvcomp.ops import packed_decode
 from kvcomp.quant import MixedKV, MixedPrecision
 
 SMALL = {"sinks": 2, "recent": 4}
@@ -742,7 +742,7 @@ def stops_at_call(number):
 
     def decoding(*arguments):
         calls.append(arguments)
-        return mixed_decode(*arguments) if len(calls) <= number else interrupt()
+        return packed_decode(*arguments) if len(calls) <= number else interrupt()
 
     return decoding
 
@@ -761,7 +761,7 @@ def test_any_step_may_be_interrupted_in_any_layer(monkeypatch, name, place):
             if place == "mlp":
                 handle = model.model.layers[layer].mlp.register_forward_pre_hook(interrupt)
             else:
-                patch.setattr("kvcomp.ops.mixed_decode", stops_at_call(layer))
+                patch.setattr("kvcomp.ops.packed_decode", stops_at_call(layer))
             with pytest.raises(KeyboardInterrupt):
                 model(token, cache=broken)
             if place == "mlp":

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcomp import ops
-from kvcomp.ops import dispatch
+from kvcomp import dispatch, ops
 from kvcomp.quant import AffineRows
 
 BITS = (2, 4, 8)
@@ -34,7 +33,7 @@ def path(request):
                 pytest.skip(f"{module} is not installed, so there are no CPU kernels to compare")
     ops.use_kernels(request.param == "kernels")
     if request.param == "kernels":
-        assert dispatch._kernels("cpu") is not None
+        assert dispatch._kernels("cpu", "pack") is not None
     yield request.param
     ops.use_kernels(True)
 

@@ -10,7 +10,6 @@ written for the compiler to make vectors of: integers of 32 bit and slices of eq
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -134,7 +133,7 @@ def _hadamard(rows, block):
 def hadamard(x: Tensor) -> Tensor:
     """`x` times the orthonormal Walsh-Hadamard matrix; the same bits as the definition."""
     block = hadamard_block(x.shape[-1])
-    rotated = (x.float() / math.sqrt(block)).contiguous()
+    rotated = (x.float() * block**-0.5).contiguous()
     _hadamard(rotated.view(-1, x.shape[-1]).numpy(), block)
     return rotated
 
