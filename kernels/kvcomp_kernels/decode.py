@@ -50,12 +50,12 @@ def centred(
     fields: tl.constexpr = 8 // bits
     middle: tl.constexpr = 1 << (bits - 1)
     byte, field, group = tl.arange(0, padded), tl.arange(0, fields), tl.arange(0, padded_groups)
-    source = codes + offset(head, slots * size) + offset(row, size)[:, None] + byte[None, :]
+    source = codes + offset(head, slots) * size + offset(row, size)[:, None] + byte[None, :]
     packed = tl.load(source, mask=real[:, None] & (byte < size)[None, :], other=0).to(tl.int16)
     code = (packed[:, None, :] >> (field * bits)[None, :, None].to(tl.int16)) & ((1 << bits) - 1)
     steps = (code | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + middle)  # 1024 + code, without a conversion
     steps = tl.reshape(steps, [block, fields * padded]).to(dtype)
-    side = offset(head, slots * groups) + offset(row, groups)
+    side = offset(head, slots) * groups + offset(row, groups)
     mask = real[:, None] & (group < groups)[None, :]
     scales = tl.load(scale + side[:, None] + group[None, :], mask=mask, other=0).to(tl.float32)
     zeros = tl.load(zero_point + side[:, None] + group[None, :], mask=mask, other=0).to(tl.float32)
@@ -94,7 +94,7 @@ def dense_part(
     for start in range(split * block, rows, splits * block):
         row = start + tl.arange(0, block)
         real = tl.load(positions + offset(head, slots) + row, mask=row < rows, other=-1) >= 0
-        place = offset(head, slots * width) + offset(row, width)[:, None] + key_channels[None, :]
+        place = offset(head, slots) * width + offset(row, width)[:, None] + key_channels[None, :]
         key = tl.load(keys + place, mask=real[:, None] & key_inside[None, :], other=0)
         visible = real[None, :]
         if causal:
@@ -102,7 +102,7 @@ def dense_part(
         logits = tl.dot(query, tl.trans(key), input_precision=precision) * scaling
         logits = tl.where(visible, logits, float("-inf"))
         weights, kept, highest, total = absorb(logits, highest, total)
-        place = offset(head, slots * value_width) + offset(row, value_width)[:, None] + value_channels[None, :]
+        place = offset(head, slots) * value_width + offset(row, value_width)[:, None] + value_channels[None, :]
         value = tl.load(values + place, mask=real[:, None] & value_inside[None, :], other=0)
         output = tl.dot(weights.to(value.dtype), value, output * kept[:, None], input_precision=precision)
     return highest, total, output

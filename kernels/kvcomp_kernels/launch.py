@@ -21,17 +21,18 @@ WIDEST = 256
 
 @dataclass(frozen=True)
 class Launch:
-    """A tile has `numbers` numbers of a row's (padded) width and at least 16 rows; `programs` is how many programs a
+    """A tile has about `numbers` numbers of 16 bit, and from 16 to `most` rows; `programs` is how many programs a
     kernel that splits rows asks for, about four for each multiprocessor of a large device."""
 
     numbers: int
     warps: int = 4
     stages: int = 2
+    most: int = 1024
     programs: int = 512
 
     def rows(self, width: int, bytes_each: int = 2) -> int:
-        """Rows of a tile of `width` numbers, fewer if a number has more than two bytes."""
-        return max(16, min(1024, 2 * self.numbers // (width * max(2, bytes_each))))
+        """Rows of a tile whose rows have `width` numbers, a power of two."""
+        return max(16, min(self.most, 2 * self.numbers // (width * max(2, bytes_each))))
 
     def splits(self, programs: int, tiles: int) -> int:
         """Into how many shares, at most 64, `programs` programs of `tiles` tiles each are split."""
@@ -39,13 +40,13 @@ class Launch:
 
 
 TABLE: dict[str, dict[str, Launch]] = {
-    "pack": {"default": Launch(4096)},
-    "unpack": {"default": Launch(4096)},
+    "pack": {"default": Launch(8192, warps=8)},
+    "unpack": {"default": Launch(16384), "gfx942": Launch(16384, warps=2)},
     "rotate": {"default": Launch(2048)},
     "take_rows": {"default": Launch(8192)},
     "value_range": {"default": Launch(4096)},
-    "leverage": {"default": Launch(8192)},
-    "score": {"default": Launch(8192), "gfx942": Launch(8192, stages=1)},
+    "leverage": {"default": Launch(8192, most=64)},
+    "score": {"default": Launch(8192, most=64), "gfx942": Launch(8192, most=64, stages=1)},
     "decode": {"default": Launch(8192), "gfx942": Launch(8192, stages=1)},
     "noise": {"default": Launch(1024)},
 }

@@ -48,15 +48,20 @@ def round_down(x, dtype: tl.constexpr, largest: tl.constexpr):
 
 
 @triton.jit
+def rotation_round(x, rows: tl.constexpr, width: tl.constexpr, half: tl.constexpr):
+    """Sums and differences of the channels `half` apart."""
+    pairs = tl.reshape(x, [rows, width // (2 * half), 2, half])
+    first, second = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
+    pairs = tl.permute(tl.join(first + second, first - second), [0, 1, 3, 2])
+    return tl.reshape(pairs, [rows, width])
+
+
+@triton.jit
 def rotated(x, rows: tl.constexpr, width: tl.constexpr, rounds: tl.constexpr, factor: tl.constexpr):
     """`x` `[rows, width]` times the orthonormal Walsh-Hadamard matrix, in the order of the definition."""
     x = x * factor
     for step in tl.static_range(rounds):
-        half: tl.constexpr = 1 << step
-        pairs = tl.reshape(x, [rows, width // (2 * half), 2, half])
-        first, second = tl.split(tl.permute(pairs, [0, 1, 3, 2]))
-        pairs = tl.permute(tl.join(first + second, first - second), [0, 1, 3, 2])
-        x = tl.reshape(pairs, [rows, width])
+        x = rotation_round(x, rows, width, 1 << step)
     return x
 
 
@@ -83,7 +88,7 @@ def _pack(
         turned = rotated(tl.reshape(values, [rows, width]), rows, width, rounds, factor)
         values = tl.reshape(turned, [rows, fields, padded])
     half_zero, half_scale = tl.zeros_like(values), tl.zeros_like(values)
-    side = offset(head, slots * groups) + offset(slot, groups)
+    side = offset(head, slots) * groups + offset(slot, groups)
     for group in tl.static_range(groups):
         own = inside & (channel // group_size == group)
         low = tl.min(tl.min(tl.where(own, values, float("inf")), 2), 1)
@@ -99,7 +104,7 @@ def _pack(
     steps = tl.div_rn(0.5 * values - half_zero, tl.where(half_scale > 0, half_scale, 1.0))
     steps = (tl.minimum(tl.maximum(steps, 0.0), levels) + HALF_WAY) - HALF_WAY
     parts = tl.where(inside, steps, 0.0).to(tl.int32) << (field * bits)
-    target = codes + offset(head, slots * size) + offset(slot, size)[:, None] + tl.arange(0, padded)[None, :]
+    target = codes + offset(head, slots) * size + offset(slot, size)[:, None] + tl.arange(0, padded)[None, :]
     tl.store(target, tl.sum(parts, 1).to(tl.uint8), mask=real[:, None] & (tl.arange(0, padded) < size)[None, :])
 
 
@@ -154,7 +159,7 @@ def _unpack(
         half_scale = tl.where(own, (0.5 * step.to(tl.float32))[:, None, None], half_scale)
     values = 2 * (half_zero + steps * half_scale)
     values = tl.minimum(tl.maximum(values, -largest), largest).to(rows_out.dtype.element_ty)
-    target = rows_out + offset(head, slots * width) + offset(slot, width)[:, None, None] + channel
+    target = rows_out + offset(head, slots) * width + offset(slot, width)[:, None, None] + channel
     tl.store(target, values, mask=real[:, None, None] & inside)
 
 
@@ -211,7 +216,7 @@ def _take_rows(
     row = tl.load(kept + offset(head, slots) + slot, mask=real, other=0)
     mask = real[:, None] & (channel < width)[None, :]
     source = x + offset(head, head_stride) + offset(row, row_stride)[:, None] + channel[None, :]
-    target = out + offset(head, slots * width) + offset(slot, width)[:, None] + channel[None, :]
+    target = out + offset(head, slots) * width + offset(slot, width)[:, None] + channel[None, :]
     tl.store(target, tl.load(source, mask=mask, other=0), mask=mask)
 
 

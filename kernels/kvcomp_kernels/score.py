@@ -57,9 +57,8 @@ def window_logits(
 
 
 @triton.jit
-def load_rows(x, head, row, real, head_stride, row_stride, width: tl.constexpr, padded_width: tl.constexpr):
-    """The rows `row` of a KV head, zeros where they are not `real` and beyond `width`."""
-    channel = tl.arange(0, padded_width)
+def load_rows(x, head, row, real, head_stride, row_stride, channel, width: tl.constexpr):
+    """The channels `channel` of the rows `row` of a KV head, zeros where they are not `real` and beyond `width`."""
     source = x + offset(head, head_stride) + offset(row, row_stride)[:, None] + channel[None, :]
     return tl.load(source, mask=real[:, None] & (channel < width)[None, :], other=0)
 
@@ -83,7 +82,7 @@ def _log_sums(
         row = start + tl.arange(0, block)
         real = row < rows
         position = tl.load(positions + offset(head, position_head) + offset(row, position_row), mask=real, other=-1)
-        key = load_rows(keys, head, row, real, key_head, key_row, width, padded_width)
+        key = load_rows(keys, head, row, real, key_head, key_row, tl.arange(0, padded_width), width)
         logits = window_logits(
             queries, query_positions, key, position, real, first, count, head, head // heads, scaling,
             window, width, padded_width, causal, pads, precision, tile,
@@ -119,12 +118,13 @@ def _row_scores(
     head, row = tl.program_id(1), tl.program_id(0) * block + tl.arange(0, block)
     if has_values:
         real = row < rows
-        value = load_rows(values, head, row, real, value_head, value_row, value_width, padded_value_width)
-        inside = (tl.arange(0, padded_value_width) < value_width)[None, :]
+        channel = tl.arange(0, padded_value_width)
+        value = load_rows(values, head, row, real, value_head, value_row, channel, value_width)
+        inside = (channel < value_width)[None, :]
         tl.store(spread + offset(head, rows) + row, value_spread(value.to(tl.float32), inside), mask=real)
     real = row < seen_rows
     position = tl.load(positions + offset(head, position_head) + offset(row, position_row), mask=real, other=-1)
-    key = load_rows(keys, head, row, real, key_head, key_row, width, padded_width)
+    key = load_rows(keys, head, row, real, key_head, key_row, tl.arange(0, padded_width), width)
     total, seeing = tl.zeros([block], tl.float32), 0
     for first in range(0, count, tile):
         query = first + tl.arange(0, tile)
@@ -183,8 +183,9 @@ def _value_range(
     values, spread, rows, head_stride, row_stride, width: tl.constexpr, padded_width: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
     head, row = tl.program_id(1), tl.program_id(0) * block + tl.arange(0, block)
-    value = load_rows(values, head, row, row < rows, head_stride, row_stride, width, padded_width).to(tl.float32)
-    inside = (tl.arange(0, padded_width) < width)[None, :]
+    channel = tl.arange(0, padded_width)
+    value = load_rows(values, head, row, row < rows, head_stride, row_stride, channel, width).to(tl.float32)
+    inside = (channel < width)[None, :]
     tl.store(spread + offset(head, rows) + row, value_spread(value, inside), mask=row < rows)
 
 
@@ -205,17 +206,20 @@ def value_range(values: Tensor) -> Tensor:
 @triton.jit
 def _sketched_leverage(
     keys, values, sketch, leverage, rows, heads, key_head, key_row, value_head, value_row, rank: tl.constexpr,
-    padded_rank: tl.constexpr, width: tl.constexpr, padded_width: tl.constexpr, precision: tl.constexpr,
-    block: tl.constexpr,
+    padded_rank: tl.constexpr, width: tl.constexpr, chunk: tl.constexpr, precision: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(1), tl.program_id(0) * block + tl.arange(0, block)
-    channel, column = tl.arange(0, padded_width), tl.arange(0, padded_rank)
-    source = sketch + offset(head % heads, width * rank) + offset(channel, rank)[:, None] + column[None, :]
-    projection = tl.load(source, mask=(channel < width)[:, None] & (column < rank)[None, :], other=0)
-    key = load_rows(keys, head, row, row < rows, key_head, key_row, width, padded_width).to(tl.float32)
-    value = load_rows(values, head, row, row < rows, value_head, value_row, width, padded_width).to(tl.float32)
-    of_key = tl.dot(key, projection, input_precision=precision)
-    of_value = tl.dot(value, projection, input_precision=precision)
+    column = tl.arange(0, padded_rank)
+    of_key = tl.zeros([block, padded_rank], tl.float32)
+    of_value = tl.zeros([block, padded_rank], tl.float32)
+    for first in range(0, width, chunk):  # the whole sketch would not fit into registers
+        channel = first + tl.arange(0, chunk)
+        source = sketch + offset(head % heads, width * rank) + offset(channel, rank)[:, None] + column[None, :]
+        projection = tl.load(source, mask=(channel < width)[:, None] & (column < rank)[None, :], other=0)
+        key = load_rows(keys, head, row, row < rows, key_head, key_row, channel, width).to(tl.float32)
+        value = load_rows(values, head, row, row < rows, value_head, value_row, channel, width).to(tl.float32)
+        of_key = tl.dot(key, projection, of_key, input_precision=precision)
+        of_value = tl.dot(value, projection, of_value, input_precision=precision)
     product = tl.sum(of_key * of_key, 1) * tl.sum(of_value * of_value, 1)
     tl.store(leverage + offset(head, rows) + row, product, mask=row < rows)
 
@@ -226,12 +230,13 @@ def sketched_leverage(keys: Tensor, values: Tensor, sketch: Tensor) -> Tensor:
     if width > WIDEST or rank > WIDEST or keys.dtype not in FLOATS or values.dtype != keys.dtype:
         return NotImplemented
     (keys, *of_keys), (values, *of_values), setup = spaced(keys), spaced(values), launch("leverage", keys)
-    leverage, padded_width = torch.empty((batch, heads, rows), device=keys.device), triton.next_power_of_2(width)
-    padded_rank, block = max(16, triton.next_power_of_2(rank)), setup.rows(padded_width, 4)
+    leverage, padded_rank = torch.empty((batch, heads, rows), device=keys.device), max(16, triton.next_power_of_2(rank))
+    chunk = max(16, min(32, triton.next_power_of_2(width)))
+    block = setup.rows(max(chunk, padded_rank), 4)
     # Keys of 16 bit are exact in tf32, and three products of tf32 give the sketch 22 bits.
     precision = "tf32x3" if keys.dtype != torch.float32 and on_nvidia(keys) else "ieee"
     _sketched_leverage[triton.cdiv(rows, block), batch * heads](
         keys, values, sketch.float().contiguous(), leverage, rows, heads, *of_keys, *of_values, rank, padded_rank,
-        width, max(16, padded_width), precision, block, num_warps=setup.warps,
+        width, chunk, precision, block, num_warps=setup.warps, num_stages=setup.stages,
     )  # fmt: skip
     return leverage

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -105,14 +104,14 @@ class AffineRows(PackedRows):
         """Packs the rows `index` of the finite `rows` (None: all), a row of zeros where the index is negative.
 
         Scale and zero point are bfloat16 for float32 rows, else in the dtype of the rows. Raises ValueError for rows so
-        large that their rotation might overflow float32.
+        large that their rotation overflows float32.
         """
         scale_dtype = torch.bfloat16 if rows.dtype == torch.float32 else rows.dtype
-        if rotated and rows.dtype != torch.float16:
-            largest = float(rows.abs().amax()) if rows.numel() else 0.0
-            if largest > torch.finfo(torch.float32).max / math.sqrt(ops.hadamard_block(rows.shape[-1])):
-                raise ValueError(f"keys up to {largest:.1e} overflow when they are rotated: set rotate_keys=False")
         codes, scale, zero_point = ops.pack(rows, bits, group_size, scale_dtype, rotated, index)
+        overflows = scale.isinf() | (zero_point.abs() == torch.finfo(scale_dtype).max)
+        if rotated and bool(overflows.any()):
+            largest = float(ops.rows_at(rows, index).abs().max())
+            raise ValueError(f"keys up to {largest:.1e} overflow when they are rotated: set rotate_keys=False")
         return cls(rows.shape[-1], rows.dtype, codes, scale, zero_point, bits, group_size, rotated)
 
     @property
