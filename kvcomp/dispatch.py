@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
 from types import ModuleType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,14 +43,15 @@ def operation(module: str, schema: str) -> Callable[[Callable[P, R]], Callable[P
             first = args[0]
             assert isinstance(first, Tensor)
             if _enabled and not (torch.is_grad_enabled() and first.requires_grad):
-                kernel = getattr(_kernels(first.device.type, module), name, None)
-                result = NotImplemented if kernel is None else kernel(*args, **kwargs)
+                kernel = getattr(_kernels(first.device.type, module), name, _none)
+                with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
+                    result = kernel(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
             return definition(*args, **kwargs)
 
         node = torch.library.custom_op(f"kvcomp::{name}", choose, mutates_args=(), schema=schema)
-        node.register_fake(definition)
+        node.register_fake(_without_kernels(definition))
 
         @functools.wraps(definition)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -58,6 +60,26 @@ def operation(module: str, schema: str) -> Callable[[Callable[P, R]], Callable[P
         return run
 
     return decorate
+
+
+def _none(*_: Any, **__: Any) -> Any:
+    """Stands for a kernel that there is not."""
+    return NotImplemented
+
+
+def _without_kernels(definition: Callable[P, R]) -> Callable[P, R]:
+    """For tensors without values: the operations inside of a definition must not launch anything either."""
+
+    @functools.wraps(definition)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = _enabled
+        use_kernels(False)
+        try:
+            return definition(*args, **kwargs)
+        finally:
+            use_kernels(before)
+
+    return run
 
 
 @functools.cache

@@ -34,6 +34,10 @@ class Launch:
         """Rows of a tile whose rows have `width` numbers, a power of two."""
         return max(16, min(self.most, 2 * self.numbers // (width * max(2, bytes_each))))
 
+    def options(self, fused: bool) -> dict[str, int | bool]:
+        """What a launch is given; `fused`: whether products may be fused with sums, which changes their last bit."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": fused}
+
     def splits(self, programs: int, tiles: int) -> int:
         """Into how many shares, at most 64, `programs` programs of `tiles` tiles each are split."""
         return max(1, min(64, tiles, self.programs // max(1, programs)))
@@ -47,7 +51,12 @@ TABLE: dict[str, dict[str, Launch]] = {
     "value_range": {"default": Launch(4096)},
     "leverage": {"default": Launch(8192, most=64)},
     "score": {"default": Launch(8192, most=64), "gfx942": Launch(8192, most=64, stages=1)},
-    "decode": {"default": Launch(8192), "gfx942": Launch(8192, stages=1)},
+    "decode": {
+        "default": Launch(8192, most=128),
+        "sm_90": Launch(16384, most=128),
+        "sm_100": Launch(16384, most=128),
+        "gfx942": Launch(8192, most=128, stages=1),
+    },
     "noise": {"default": Launch(1024)},
 }
 """By operation and architecture (`sm_90`, `gfx942`, ...; `default` for all that are not named)."""

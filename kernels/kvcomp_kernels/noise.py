@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcomp.noise import TOKENS
+from kvcomp.noise import TOKENS, WORD
 from kvcomp_kernels.launch import launch, offset, spaced
 
 
@@ -22,13 +22,24 @@ def mix(state, word):
     return word ^ (word >> 16)
 
 
-@triton.jit(do_not_specialize=["heads", "seed", "layer", "round"])
+@triton.jit(do_not_specialize=["heads", "low", "high", "layer", "round"])
 def _token_noise(
-    positions, out, count, heads, head_stride, row_stride, seed, layer, round, stream: tl.constexpr, rows: tl.constexpr
+    positions,
+    out,
+    count,
+    heads,
+    head_stride,
+    row_stride,
+    low,
+    high,
+    layer,
+    round,
+    stream: tl.constexpr,
+    rows: tl.constexpr,
 ):
     head, row = tl.program_id(1), tl.program_id(0) * rows + tl.arange(0, rows)
     position = tl.load(positions + offset(head, head_stride) + offset(row, row_stride), mask=row < count, other=0)
-    state = mix(mix(tl.full([rows], stream, tl.uint32), seed), seed.to(tl.int64) >> 32)
+    state = mix(mix(tl.full([rows], stream, tl.uint32), low), high)
     state = mix(mix(mix(mix(state, layer), round), head % heads), position)
     number = ((state >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
     tl.store(out + offset(head, count) + row, number, mask=row < count)
@@ -38,9 +49,10 @@ def token_noise(positions: Tensor, seed: int, layer: int, round: int) -> Tensor:
     """A number in (0, 1) for each row, from (seed, layer, round, KV head, position) and nothing else."""
     positions, head_stride, row_stride = spaced(positions)
     batch, heads, count = positions.shape
+    words = [number & WORD for number in (seed, seed >> 32, layer, round)]
     out, setup = torch.empty(positions.shape, device=positions.device), launch("noise", positions)
     _token_noise[triton.cdiv(count, setup.numbers), batch * heads](
-        positions, out, count, heads, head_stride, row_stride, seed, layer, round, TOKENS, setup.numbers,
-        num_warps=setup.warps,
+        positions, out, count, heads, head_stride, row_stride, *words, TOKENS, setup.numbers,
+        **setup.options(fused=False),
     )  # fmt: skip
     return out

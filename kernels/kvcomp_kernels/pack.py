@@ -128,7 +128,7 @@ def pack(
         x, x if index is None else index.contiguous(), codes, scale, zero_point, slots, head_stride, row_stride,
         torch.finfo(scale_dtype).max, width, size, padded, bits, group_size, groups,
         width.bit_length() - 1 if rotate else 0, width**-0.5, index is not None, rows,
-        num_warps=setup.warps, enable_fp_fusion=False,
+        **setup.options(fused=False),
     )  # fmt: skip
     return codes, scale, zero_point
 
@@ -177,7 +177,7 @@ def unpack(
     _unpack[triton.cdiv(codes.shape[2], rows), codes.shape[0] * codes.shape[1]](
         codes, scale, zero_point, decoded, codes.shape[2], *of_codes, *of_scale, *of_zero,
         torch.finfo(dtype).max, width, size, padded, bits, group_size, groups, rows,
-        num_warps=setup.warps, enable_fp_fusion=False,
+        **setup.options(fused=False),
     )  # fmt: skip
     return decoded
 
@@ -202,7 +202,7 @@ def hadamard(x: Tensor) -> Tensor:
     rows = setup.rows(block, 4)
     _rotate[(triton.cdiv(count, rows),)](
         x, out, count, block, block.bit_length() - 1, block**-0.5, rows,
-        num_warps=setup.warps, enable_fp_fusion=False,
+        **setup.options(fused=False),
     )  # fmt: skip
     return out
 
@@ -228,6 +228,15 @@ def take_rows(x: Tensor, kept: Tensor) -> Tensor:
     padded, setup = triton.next_power_of_2(width), launch("take_rows", x)
     rows = setup.rows(padded, x.element_size())
     _take_rows[triton.cdiv(slots, rows), kept.shape[0] * kept.shape[1]](
-        x, kept.contiguous(), out, slots, head_stride, row_stride, width, padded, rows, num_warps=setup.warps
+        x,
+        kept.contiguous(),
+        out,
+        slots,
+        head_stride,
+        row_stride,
+        width,
+        padded,
+        rows,
+        **setup.options(fused=False),
     )
     return out

@@ -163,7 +163,7 @@ def window_score(
     constants = {
         "window": window, "width": width, "padded_width": padded_width, "causal": drop < window, "pads": padded,
         "precision": "ieee" if keys.dtype == torch.float32 else "tf32", "tile": QUERIES, "block": block,
-        "num_warps": setup.warps, "num_stages": setup.stages,
+        **setup.options(fused=True),
     }  # fmt: skip
     _log_sums[splits, tiles, batch * heads](
         queries, keys, positions, query_positions, log_sums, seen, count, heads, *of_keys, *of_positions,
@@ -198,7 +198,15 @@ def value_range(values: Tensor) -> Tensor:
     spread, padded_width = torch.empty((batch, heads, rows), device=values.device), triton.next_power_of_2(width)
     block = setup.rows(padded_width, 4)
     _value_range[triton.cdiv(rows, block), batch * heads](
-        values, spread, rows, head_stride, row_stride, width, padded_width, block, num_warps=setup.warps
+        values,
+        spread,
+        rows,
+        head_stride,
+        row_stride,
+        width,
+        padded_width,
+        block,
+        **setup.options(fused=True),
     )
     return spread
 
@@ -237,6 +245,6 @@ def sketched_leverage(keys: Tensor, values: Tensor, sketch: Tensor) -> Tensor:
     precision = "tf32x3" if keys.dtype != torch.float32 and on_nvidia(keys) else "ieee"
     _sketched_leverage[triton.cdiv(rows, block), batch * heads](
         keys, values, sketch.float().contiguous(), leverage, rows, heads, *of_keys, *of_values, rank, padded_rank,
-        width, chunk, precision, block, num_warps=setup.warps, num_stages=setup.stages,
+        width, chunk, precision, block, **setup.options(fused=True),
     )  # fmt: skip
     return leverage

@@ -147,7 +147,7 @@ def hadamard(x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
     `log2(block)` rounds of sums and differences instead of a product, so that a row's result has the same bits in any
     batch and on any device. Raises ValueError for a width that 8 does not divide.
     """
-    block = hadamard_block(x.shape[-1])
+    block = hadamard_block(int(x.shape[-1]))  # the rounds depend on it, so it is fixed where sizes are symbolic
     rotated = (x.float() * block**-0.5).unflatten(-1, (-1, block))  # first, so that sums overflow no sooner
     half = 1
     while half < block:
