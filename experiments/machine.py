@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import json
 import os
 import platform
@@ -12,37 +14,60 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def provenance() -> dict[str, Any]:
-    """Command line, date, commit (with `+` if files differ from it), versions and processor."""
+    """Command line, date, commit (with `+` if files differ from it), versions, processor and, if any, the GPU."""
     return {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).date().isoformat(),
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": _version("transformers"),
+        "triton": _version("triton"),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "processor": _processor(),
+        **_gpu(),
     }
 
 
-def write_results(name: str, rows: list[dict[str, Any]], **settings: Any) -> Path:
-    """Writes `rows` with their provenance to `results/<name>.json`."""
-    path = RESULTS / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+def write_results(name: str, rows: list[dict[str, Any]], *, out: Path | None = None, **settings: Any) -> Path:
+    """Writes `rows` with their provenance to `out`, or to `results/<name>.json`."""
+    path = RESULTS / f"{name}.json" if out is None else out
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"provenance": provenance(), "settings": settings, "rows": rows}, indent=1) + "\n")
     return path
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return done.stdout.strip()
+    return _output("git", *arguments)
+
+
+def _output(*command: str) -> str:
+    """What a command prints; nothing if it is not installed."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _gpu() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {}
+    drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    return {"gpu": torch.cuda.get_device_name(), "driver": drivers[0] if drivers else None, "cuda": torch.version.cuda}
 
 
 def _processor() -> str:
