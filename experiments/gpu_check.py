@@ -15,6 +15,7 @@ that says so.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -115,7 +116,7 @@ def main(
     ] = None,
     seconds: Annotated[float, typer.Option(help="time for all parts")] = 480,
     tests: Annotated[str, typer.Option(help="folder of the kernel tests")] = TESTS,
-    jobs: Annotated[int, typer.Option(help="processes for the kernel tests; more than one needs pytest-xdist")] = 1,
+    jobs: Annotated[int | None, typer.Option(help="processes for the kernel tests; 8 if pytest-xdist is there")] = None,
     toy: Annotated[bool, typer.Option(help="every part on CPU at toy sizes; written to the temporary folder")] = False,
 ) -> None:
     """Test and time the kernels on this machine's GPU."""
@@ -132,7 +133,8 @@ def main(
         write_results("gpu_check", rows, out=path, seconds=seconds, toy=toy)  # at once: the next kernel may hang
 
     limit = max(deadline.left(FOR_TIMING * seconds), 1.0)
-    note(run_tests(tests, limit, toy, jobs))
+    several = 8 if importlib.util.find_spec("xdist") and not toy else 1
+    note(run_tests(tests, limit, toy, jobs or several))
     torch.manual_seed(0)
     try:
         with torch.no_grad():
