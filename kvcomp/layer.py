@@ -146,7 +146,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         if positions is None or positions.ndim != 2:
             positions = self.given_positions
         if positions is None:
-            positions = torch.arange(self.count.seen, self.count.seen + new)[None]
+            positions = torch.arange(self.count.seen, self.count.seen + new, device=key_states.device)[None]
         return positions.to(key_states.device, torch.int32).expand(batch, new)
 
     # After the attention of a step -----------------------------------------------------------------------------------
