@@ -132,7 +132,7 @@ class Observed:
 
     def uniform(self, positions: Positions) -> Score:
         """A number in (0, 1) for each row, from (seed, layer, round, KV head, position) and nothing else."""
-        return noise.token_noise(positions, self.seed, self.layer, self.round)
+        return noise.token_noise(positions, noise.signed(self.seed), self.layer, self.round)
 
     def gumbel(self, positions: Positions) -> Score:
         """Standard Gumbel noise for each row, `-log(-log u)` of `uniform`."""

@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,6 +19,7 @@ R = TypeVar("R")
 LIBRARIES = {"cpu": ("numba", "kvcomp_kernels.cpu"), "cuda": ("triton", "kvcomp_kernels")}
 """By kind of device (AMD's is `cuda` too): what its kernels need, and the package that holds them."""
 _enabled = True
+_tracing: ContextVar[bool] = ContextVar("tracing", default=False)
 
 
 def use_kernels(on: bool) -> None:
@@ -42,7 +44,7 @@ def operation(module: str, schema: str) -> Callable[[Callable[P, R]], Callable[P
         def choose(*args: P.args, **kwargs: P.kwargs) -> R:
             first = args[0]
             assert isinstance(first, Tensor)
-            if _enabled and not (torch.is_grad_enabled() and first.requires_grad):
+            if _enabled and not _tracing.get() and not (torch.is_grad_enabled() and first.requires_grad):
                 kernel = getattr(_kernels(first.device.type, module), name, _none)
                 with torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext():
                     result = kernel(*args, **kwargs)
@@ -50,8 +52,8 @@ def operation(module: str, schema: str) -> Callable[[Callable[P, R]], Callable[P
                     return result
             return definition(*args, **kwargs)
 
-        node = torch.library.custom_op(f"kvcomp::{name}", choose, mutates_args=(), schema=schema)
-        node.register_fake(_without_kernels(definition))
+        node = torch.library.custom_op(f"kvcomp::{name}", _row_major(choose), mutates_args=(), schema=schema)
+        node.register_fake(_row_major(_without_values(definition)))
 
         @functools.wraps(definition)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -67,17 +69,27 @@ def _none(*_: Any, **__: Any) -> Any:
     return NotImplemented
 
 
-def _without_kernels(definition: Callable[P, R]) -> Callable[P, R]:
+def _row_major(function: Callable[P, Any]) -> Callable[P, Any]:
+    """The compiler must know the strides of results, whatever kernel or definition makes them."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Any:
+        result = function(*args, **kwargs)
+        return tuple(part.contiguous() for part in result) if isinstance(result, tuple) else result.contiguous()
+
+    return run
+
+
+def _without_values(definition: Callable[P, R]) -> Callable[P, R]:
     """For tensors without values: the operations inside of a definition must not launch anything either."""
 
     @functools.wraps(definition)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = _enabled
-        use_kernels(False)
+        token = _tracing.set(True)
         try:
             return definition(*args, **kwargs)
         finally:
-            use_kernels(before)
+            _tracing.reset(token)
 
     return run
 

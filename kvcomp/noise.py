@@ -32,6 +32,11 @@ def uniform(last: Tensor, seed: int, *counters: int | Tensor, stream: int = TOKE
     return ((state >> 9).float() + 0.5) * 2.0**-23
 
 
+def signed(seed: int) -> int:
+    """The number of 64 bit, with a sign as torch wants it, that stands for the same seed."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
 @operation("noise", "(Tensor positions, int seed, int layer, int round) -> Tensor")
 def token_noise(
     positions: Int[Tensor, "batch kv_heads rows"], seed: int, layer: int, round: int

@@ -11,9 +11,9 @@ from kvcomp import dispatch, ops
 SAMPLES = """
 import torch
 from kvcomp import ops
-x, index = torch.randn(2, 3, 21, 64), torch.randint(-1, 21, (2, 3, 9))
+x, index = torch.randn(2, 21, 3, 64).transpose(1, 2), torch.randint(-1, 21, (2, 3, 9))  # as a model projects rows
 parts = ops.pack(x, 4, 32, torch.bfloat16)
-positions = torch.arange(21, dtype=torch.int32).repeat(2, 3, 1)
+positions = torch.arange(21, dtype=torch.int32).repeat(3, 2, 1).transpose(0, 1)
 queries, window = torch.randn(2, 6, 5, 64), torch.arange(16, 21).repeat(2, 1)
 dense = [torch.randn(2, 3, 4, 64) for _ in range(4)]
 query, weights = torch.randn(2, 6, 2, 64), torch.rand(2, 3, 2, 21)

@@ -26,8 +26,9 @@ from torch import Tensor
 from kvcomp_kernels.launch import FLOATS, MOST_GROUPS, WIDEST, launch, offset, spaced
 from kvcomp_kernels.score import LOG2_E, log_sum_of
 
-MOST_QUERIES = 128
-"""Queries of a KV head, new ones times group, beyond which decoding is left to the definition."""
+MOST_BYTES = 16384
+"""Bytes of the queries of a KV head, padded to a tile, beyond which decoding is left to the definition: a tile of keys
+beside them would not fit into the shared memory of every device."""
 
 
 @triton.jit
@@ -130,8 +131,8 @@ def load_field(
 
 @triton.jit
 def dense_part(
-    query, keys, values, positions, head, slots, rows, split, splits, highest, total, outputs, scaling, count,
-    new: tl.constexpr, causal: tl.constexpr, width: tl.constexpr, key_size: tl.constexpr, key_padded: tl.constexpr,
+    query, keys, values, positions, head, slots, rows, split, splits, highest, total, outputs, scaling, count, new,
+    causal: tl.constexpr, width: tl.constexpr, key_size: tl.constexpr, key_padded: tl.constexpr,
     key_fields: tl.constexpr, value_width: tl.constexpr, value_size: tl.constexpr, value_padded: tl.constexpr,
     value_fields: tl.constexpr, precision: tl.constexpr, tile: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
@@ -162,11 +163,15 @@ def dense_part(
     return highest, total, outputs
 
 
-@triton.jit
+STEPS = ["packed_rows", "exact_rows", "recent_rows", "recent_slots", "splits", "count", "new"]
+"""Numbers that change while a text grows: a kernel must not be compiled anew for some of them."""
+
+
+@triton.jit(do_not_specialize=STEPS)
 def _shares(
     query, rotated, key_codes, key_scale, key_zero, value_codes, value_scale, value_zero, packed_positions, exact_keys,
     exact_values, exact_positions, recent_keys, recent_values, recent_positions, results, log_sums, packed_rows,
-    exact_rows, recent_rows, recent_slots, scaling, splits, count: tl.constexpr, new: tl.constexpr,
+    exact_rows, recent_rows, recent_slots, scaling, splits, count, new, causal: tl.constexpr,
     width: tl.constexpr, key_size: tl.constexpr, key_padded: tl.constexpr, key_bits: tl.constexpr,
     key_group: tl.constexpr, key_groups: tl.constexpr, value_width: tl.constexpr, value_size: tl.constexpr,
     value_padded: tl.constexpr, value_bits: tl.constexpr, value_group: tl.constexpr, value_groups: tl.constexpr,
@@ -216,7 +221,7 @@ def _shares(
     )  # fmt: skip
     highest, total, outputs = dense_part(
         query, recent_keys, recent_values, recent_positions, head, recent_slots, recent_rows, split, splits, highest,
-        total, outputs, scaling, count, new, new > 1, width, key_size, key_padded, key_fields, value_width, value_size,
+        total, outputs, scaling, count, new, causal, width, key_size, key_padded, key_fields, value_width, value_size,
         value_padded, value_fields, precision, tile, block,
     )  # fmt: skip
     line = offset(head * splits + split, count) + asked
@@ -229,9 +234,9 @@ def _shares(
         tl.store(results + offset(line, value_width)[:, None] + channel[None, :], result, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "count", "new", "heads"])
 def _join(
-    outputs, log_sums, out, splits, heads, count: tl.constexpr, new: tl.constexpr, width: tl.constexpr,
+    outputs, log_sums, out, splits, heads, count, new, width: tl.constexpr,
     padded_width: tl.constexpr, padded_splits: tl.constexpr,
 ):  # fmt: skip
     asked, head = tl.program_id(0), tl.program_id(1)
@@ -256,8 +261,14 @@ def packed_decode(
     """Attention of the `new` newest queries over packed, exact and recent rows."""
     (batch, query_heads, new, width), heads, value_width = query.shape, positions[0].shape[1], dense[1].shape[3]
     count, groups = query_heads // heads * new, (keys[1].shape[3], values[1].shape[3])
-    sizes = [codes.shape[3] for codes, *_ in (keys, values)]
-    if max(width, value_width) > WIDEST or max(groups) > MOST_GROUPS or count > MOST_QUERIES:
+    sizes, tile = [codes.shape[3] for codes, *_ in (keys, values)], max(16, triton.next_power_of_2(count))
+    padded = [4 * max(4, triton.next_power_of_2(size // 4)) for size in sizes]
+    widest = max(size * 8 // bit for size, bit in zip(padded, bits, strict=True))
+    if (
+        max(width, value_width) > WIDEST
+        or max(groups) > MOST_GROUPS
+        or tile * widest * query.element_size() > MOST_BYTES
+    ):
         return NotImplemented
     if query.dtype not in FLOATS or any(part.dtype != query.dtype for part in dense) or any(size % 4 for size in sizes):
         return NotImplemented
@@ -265,8 +276,7 @@ def packed_decode(
     older = [part.contiguous() for part in (*keys, *values, positions[0], *dense[:2], positions[1])]
     older[0], older[3] = older[0].view(torch.int32), older[3].view(torch.int32)
     recent, recent_slots = _one_buffer([*dense[2:], positions[2]])
-    padded = [4 * max(4, triton.next_power_of_2(size // 4)) for size in sizes]
-    setup, widest = launch("decode", query), max(size * 8 // bit for size, bit in zip(padded, bits, strict=True))
+    setup = launch("decode", query)
     block = setup.rows(widest, query.element_size())
     splits = setup.splits(batch * heads, triton.cdiv(max(rows), block))
     results = torch.empty((batch, heads, splits, count, value_width), device=query.device)
@@ -274,9 +284,9 @@ def packed_decode(
     full = query.dtype == torch.float32
     _shares[splits, batch * heads](
         query, rotated, *older, *recent, results, log_sums, *rows, recent_slots, scaling * LOG2_E, splits, count, new,
-        width, sizes[0], padded[0], bits[0], group_sizes[0], groups[0],
+        new > 1, width, sizes[0], padded[0], bits[0], group_sizes[0], groups[0],
         value_width, sizes[1], padded[1], bits[1], group_sizes[1], groups[1],
-        tl.float32 if full else tl.float16, "ieee" if full else "tf32", max(16, triton.next_power_of_2(count)), block,
+        tl.float32 if full else tl.float16, "ieee" if full else "tf32", tile, block,
         **setup.options(fused=True),
     )  # fmt: skip
     out = torch.empty((batch, new, query_heads, value_width), dtype=query.dtype, device=query.device)

@@ -22,7 +22,7 @@ def mix(state, word):
     return word ^ (word >> 16)
 
 
-@triton.jit(do_not_specialize=["heads", "low", "high", "layer", "round"])
+@triton.jit(do_not_specialize=["count", "heads", "low", "high", "layer", "round"])
 def _token_noise(
     positions,
     out,

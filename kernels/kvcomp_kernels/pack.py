@@ -30,9 +30,10 @@ def round_up(x, dtype: tl.constexpr):
     """The least number of `dtype` that is not below `x >= 0`."""
     if dtype == tl.float32:
         return x
-    rounded = x.to(dtype)
-    bits = rounded.to(tl.int16, bitcast=True)
-    return tl.where(rounded.to(tl.float32) < x, bits + 1, bits).to(tl.int16).to(dtype, bitcast=True)
+    else:  # what follows a return would be compiled, too
+        rounded = x.to(dtype)
+        bits = rounded.to(tl.int16, bitcast=True)
+        return tl.where(rounded.to(tl.float32) < x, bits + 1, bits).to(tl.int16).to(dtype, bitcast=True)
 
 
 @triton.jit
@@ -41,10 +42,11 @@ def round_down(x, dtype: tl.constexpr, largest: tl.constexpr):
     x = tl.minimum(tl.maximum(x, -largest), largest)
     if dtype == tl.float32:
         return x
-    rounded = x.to(dtype)
-    bits, again = rounded.to(tl.int16, bitcast=True), rounded.to(tl.float32)
-    lower = tl.where(again > 0, bits - 1, bits + 1)  # towards zero, or away from it
-    return tl.where(again > x, lower, bits).to(tl.int16).to(dtype, bitcast=True)
+    else:
+        rounded = x.to(dtype)
+        bits, again = rounded.to(tl.int16, bitcast=True), rounded.to(tl.float32)
+        lower = tl.where(again > 0, bits - 1, bits + 1)  # towards zero, or away from it
+        return tl.where(again > x, lower, bits).to(tl.int16).to(dtype, bitcast=True)
 
 
 @triton.jit
@@ -65,7 +67,7 @@ def rotated(x, rows: tl.constexpr, width: tl.constexpr, rounds: tl.constexpr, fa
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _pack(
     x, index, codes, scale, zero_point, slots, head_stride, row_stride, largest: tl.constexpr, width: tl.constexpr,
     size: tl.constexpr, padded: tl.constexpr, bits: tl.constexpr, group_size: tl.constexpr, groups: tl.constexpr,
@@ -114,7 +116,7 @@ def pack(
     """`codes, scale, zero_point` of the rows `index` of `x`, rotated if asked."""
     width = x.shape[3]
     groups, size = -(-width // group_size), -(-width // (8 // bits))
-    if groups > MOST_GROUPS or x.dtype not in FLOATS or scale_dtype not in FLOATS:
+    if width > WIDEST or groups > MOST_GROUPS or x.dtype not in FLOATS or scale_dtype not in FLOATS:
         return NotImplemented
     if rotate and width & (width - 1):  # several blocks, whose number is no power of two
         x, rotate = hadamard(x), False
@@ -133,7 +135,7 @@ def pack(
     return codes, scale, zero_point
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _unpack(
     codes, scale, zero_point, rows_out, slots, codes_head, codes_row, scale_head, scale_row, zero_head, zero_row,
     largest: tl.constexpr, width: tl.constexpr, size: tl.constexpr, padded: tl.constexpr, bits: tl.constexpr,
@@ -168,7 +170,7 @@ def unpack(
 ) -> Tensor:
     """The decoded rows in `dtype`."""
     groups, size = scale.shape[3], codes.shape[3]
-    if groups > MOST_GROUPS or dtype not in FLOATS:
+    if width > WIDEST or groups > MOST_GROUPS or dtype not in FLOATS:
         return NotImplemented
     (codes, *of_codes), (scale, *of_scale), (zero_point, *of_zero) = map(spaced, (codes, scale, zero_point))
     decoded = torch.empty((*codes.shape[:3], width), dtype=dtype, device=codes.device)
@@ -182,7 +184,7 @@ def unpack(
     return decoded
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _rotate(
     x, out, count, width: tl.constexpr, rounds: tl.constexpr, factor: tl.constexpr, rows: tl.constexpr
 ):  # fmt: skip
@@ -207,7 +209,7 @@ def hadamard(x: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _take_rows(
     x, kept, out, slots, head_stride, row_stride, width: tl.constexpr, padded: tl.constexpr, rows: tl.constexpr
 ):  # fmt: skip

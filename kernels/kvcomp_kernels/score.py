@@ -69,7 +69,7 @@ def log_sum_of(highest, total):
     return tl.where(total == 0, float("-inf"), highest + tl.log2(tl.where(total == 0, 1.0, total)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _log_sums(
     queries, keys, positions, query_positions, log_sums, rows, count, heads, key_head, key_row, position_head,
     position_row, scaling, splits, window: tl.constexpr, width: tl.constexpr, padded_width: tl.constexpr,
@@ -107,7 +107,7 @@ def joined(log_sums, head, query, count, splits, padded_splits: tl.constexpr):
     return log_sum_of(highest, tl.sum(tl.exp2(shares - shift[None, :]), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "seen_rows", "scored_rows", "splits"])
 def _row_scores(
     queries, keys, values, positions, query_positions, log_sums, scores, spread, rows, seen_rows, scored_rows, count,
     heads, key_head, key_row, value_head, value_row, position_head, position_row, scaling, splits,
@@ -150,6 +150,8 @@ def window_score(
     value_width = width if values is None else values.shape[3]
     if max(width, value_width) > WIDEST or keys.dtype not in FLOATS or queries.dtype != keys.dtype:
         return NotImplemented
+    if query_positions.shape != (batch, window):
+        return NotImplemented
     setup, seen, scored = launch("score", keys), rows - drop, rows - max(drop, recent)
     (keys, *of_keys), (positions, *of_positions) = spaced(keys), spaced(positions)
     given, *of_values = spaced(keys if values is None else values)
@@ -178,7 +180,7 @@ def window_score(
     return scores if pool == 1 else average_pool(scores, pool), spread
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _value_range(
     values, spread, rows, head_stride, row_stride, width: tl.constexpr, padded_width: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip
@@ -191,7 +193,7 @@ def _value_range(
 
 def value_range(values: Tensor) -> Tensor:
     """`max - min` over the channels of each row."""
-    if values.dtype not in FLOATS:
+    if values.shape[3] > WIDEST or values.dtype not in FLOATS:
         return NotImplemented
     values, head_stride, row_stride = spaced(values)
     (batch, heads, rows, width), setup = values.shape, launch("value_range", values)
@@ -211,7 +213,7 @@ def value_range(values: Tensor) -> Tensor:
     return spread
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _sketched_leverage(
     keys, values, sketch, leverage, rows, heads, key_head, key_row, value_head, value_row, rank: tl.constexpr,
     padded_rank: tl.constexpr, width: tl.constexpr, chunk: tl.constexpr, precision: tl.constexpr, block: tl.constexpr,

@@ -216,10 +216,15 @@ class Code:
 
 def compiled(name: str, launch: Launch) -> Code:
     """The code of a launch on the device `name`."""
+    return inspect(kernel(name, launch), launch.name)
+
+
+def kernel(name: str, launch: Launch) -> Any:
+    """What a launch runs on the device `name`, compiled unless it was before."""
     with _active(FakeDriver(name)):
-        kernel = launch.compiled()
-    assert kernel.metadata.target == DEVICES[name].target
-    return inspect(kernel, launch.name)
+        found = launch.compiled()
+    assert found.metadata.target == DEVICES[name].target
+    return found
 
 
 def inspect(kernel: Any, name: str) -> Code:

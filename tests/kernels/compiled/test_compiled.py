@@ -50,10 +50,11 @@ def packed(device, bits, width=128, dtype=BF16, count=ROWS):
     return [codes, *(torch.empty(1, HEADS, count, groups, dtype=dtype, device=device) for _ in range(2))]
 
 
-def pack(bits, width=128, dtype=BF16, rotate=False, indexed=False):
+def pack(bits, width=128, dtype=BF16, rotate=False, indexed=False, scale_dtype=None):
     def arguments(device):
         index = chosen(device) if indexed else None
-        return rows(device, width=width, dtype=dtype), bits, group_of(bits, width), dtype, rotate, index
+        values = rows(device, width=width, dtype=dtype)
+        return values, bits, group_of(bits, width), scale_dtype or dtype, rotate, index
 
     return Case("pack", "pack", arguments)
 
@@ -75,9 +76,9 @@ def score(heads=32, width=128, dtype=BF16, drop=WINDOW, padded=False, values=Tru
     return Case("score", "window_score", arguments)
 
 
-def decode(bits, heads=32, width=128, dtype=BF16, rotated=False, new=1):
+def decode(bits, heads=32, width=128, dtype=BF16, rotated=False, new=1, counts=(3700, 205, 97)):
     def arguments(device):
-        counts, room = (3700, 205, 97), (0, 0, 95)  # packed, exact and recent rows; only the last are in a buffer
+        room = (0, 0, 95)  # of packed, exact and recent rows; only the last are in a buffer
         query = queries(device, heads, new, width, dtype)
         turned = query.float() if rotated else query
         keys, values = (packed(device, one, width, dtype, counts[0]) for one in bits)
@@ -124,6 +125,7 @@ CASES = {
     "pack-4-rotated-at": pack(4, rotate=True, indexed=True),
     "pack-4-rotated-256": pack(4, width=256, rotate=True),
     "pack-4-fp16-64": pack(4, width=64, dtype=FP16),
+    "pack-4-scale-fp32": pack(4, scale_dtype=torch.float32),
     "unpack-2": unpack(2),
     "unpack-4": unpack(4),
     "unpack-8": unpack(8),
@@ -155,6 +157,7 @@ SOME = {
     "pack-4-rotated-at": ["sm_90", "gfx942"],
     "pack-4-rotated-256": ["sm_80"],
     "pack-4-fp16-64": ["sm_100"],
+    "pack-4-scale-fp32": ["sm_90"],
     "unpack-2": ["sm_90", "gfx942"],
     "unpack-8": ["sm_80"],
     "unpack-4-to-fp32": ["sm_100"],
@@ -208,6 +211,14 @@ def check(code, name, streams, plain=""):
         assert code.wide > 0, f"no load of 16 bytes: {code}"
     if plain:
         assert (code.loop if plain == "loop" else code.conversions) == 0, f"conversions: {code}"
+
+
+def test_a_growing_cache_compiles_its_decoding_once():
+    lengths = [(3700, 205, 97), (3712, 208, 112), (1, 1, 1), (0, 0, 16), (640, 0, 64)]
+    steps = [decode((8, 4), counts=counts, new=new).launches("sm_90") for counts in lengths for new in (2, 4)]
+    for several in zip(*steps, strict=True):
+        kernels = [harness.kernel("sm_90", launch) for launch, _ in several if launch.name == "shares"]
+        assert all(kernel is kernels[0] for kernel in kernels)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

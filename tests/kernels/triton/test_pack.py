@@ -224,6 +224,13 @@ def test_more_groups_than_a_kernel_unrolls_are_left_to_the_definition():
     assert_packs(x, 4, 2, HALF)
 
 
+def test_wide_rows_are_left_to_the_definition():
+    wide = normal(1, 1, 3, 1536)  # three rotations of 512 channels
+    assert kernels.pack(laid(wide), 8, 512, HALF, True) is NotImplemented
+    parts = on_device(ops.pack(wide, 8, 512, HALF))
+    assert kernels.unpack(*parts, 8, 512, 1536, HALF) is NotImplemented
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("width", [8, 16, 24, 64, 80, 96, 128, 256])
 def test_the_rotation(width, dtype):

@@ -182,6 +182,13 @@ def test_query_positions_may_be_a_view():
     assert_close(got[0], attention(rows[0], rows[1], rows[3], one, *case.settings), 1e-6)
 
 
+def test_fewer_positions_than_queries_are_left_to_the_definition():
+    queries, keys = laid(normal(2, 2, 9, 64)), laid(normal(2, 2, 5, 64))
+    positions = torch.arange(5, dtype=torch.int32, device=keys.device).repeat(2, 2, 1)
+    for known in (positions[:, 0], torch.arange(9, device=keys.device)[None]):
+        assert kernels.window_score(queries, keys, None, positions, known, 0.125, 0, 0, 1, False) is NotImplemented
+
+
 def test_positions_of_64_bit():
     case = Case(rows=33, batch=2, pads=4, drop=0)
     *rows, positions, query_positions = case.tensors()
