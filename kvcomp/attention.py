@@ -29,7 +29,7 @@ hub."""
 HIDDEN = -1e3
 """An additive mask below this hides a row; masks are made with values from -1e4 down to the least of the dtype."""
 FEW = 8
-"""Queries, such as drafts, up to which packed rows are read as codes; more are worth decoding a layer for."""
+"""Queries, such as drafts, up to which packed rows are read as codes; for more, a layer is decoded."""
 ROTARY_FAMILIES = {
     "gemma", "gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3",
     "qwen3_moe",

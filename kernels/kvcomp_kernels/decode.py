@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvcomp_kernels.launch import FLOATS, MOST_GROUPS, WIDEST, launch, offset, spaced
-from kvcomp_kernels.score import LOG2_E, log_sum_of
+from kvcomp_kernels.score import LOG2_E, absorb, log_sum_of
 
 MOST_BYTES = 16384
 """Bytes of the queries of a KV head, padded to a tile, beyond which decoding is left to the definition: a tile of keys
@@ -107,15 +107,6 @@ def value_field(
             part = tl.where(((field * size + tl.arange(0, padded)) // group_size == group)[None, :], part, 0)
         output += part
     return output
-
-
-@triton.jit
-def absorb(logits, highest, total):
-    """Takes more logits into a running softmax: their weights, and what earlier weights must be multiplied by."""
-    higher = tl.maximum(highest, tl.max(logits, 1))
-    shift = tl.where(higher == float("-inf"), 0.0, higher)
-    weights, kept = tl.exp2(logits - shift[:, None]), tl.exp2(highest - shift)
-    return weights, kept, higher, total * kept + tl.sum(weights, 1)
 
 
 @triton.jit

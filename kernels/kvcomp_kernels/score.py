@@ -69,6 +69,15 @@ def log_sum_of(highest, total):
     return tl.where(total == 0, float("-inf"), highest + tl.log2(tl.where(total == 0, 1.0, total)))
 
 
+@triton.jit
+def absorb(logits, highest, total):
+    """Takes more logits into a running softmax: their weights, and what earlier weights must be multiplied by."""
+    higher = tl.maximum(highest, tl.max(logits, 1))
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    weights, kept = tl.exp2(logits - shift[:, None]), tl.exp2(highest - shift)
+    return weights, kept, higher, total * kept + tl.sum(weights, 1)
+
+
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _log_sums(
     queries, keys, positions, query_positions, log_sums, rows, count, heads, key_head, key_row, position_head,
@@ -87,10 +96,7 @@ def _log_sums(
             queries, query_positions, key, position, real, first, count, head, head // heads, scaling,
             window, width, padded_width, causal, pads, precision, tile,
         )  # fmt: skip
-        higher = tl.maximum(highest, tl.max(logits, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp2(highest - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
-        highest = higher
+        _, _, highest, total = absorb(logits, highest, total)
     query = first + tl.arange(0, tile)
     target = log_sums + offset(head * splits + split, count) + query
     tl.store(target, log_sum_of(highest, total), mask=query < count)

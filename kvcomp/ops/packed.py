@@ -52,9 +52,8 @@ def pack(
     high = grouped.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1)
     zero_point, levels = _round_down(low, scale_dtype), 2**bits - 1
     half_zero = 0.5 * zero_point.float()
-    steps = torch.full(
-        (), float(levels), device=x.device
-    )  # a tensor: CUDA multiplies by the rounded inverse of a number
+    # A tensor, as CUDA would multiply by the rounded inverse of a number.
+    steps = torch.full((), float(levels), device=x.device)
     scale = _round_up(2 * ((0.5 * high - half_zero).clamp_min(0) / steps), scale_dtype)
     half_scale = 0.5 * scale.float()
     steps = (0.5 * grouped - half_zero[..., None]) / half_scale.where(half_scale > 0, 1.0)[..., None]
