@@ -18,11 +18,11 @@ import pydoc_data.topics
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -31,9 +31,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from value_range import ValueRange
 
-from kvcomp import CompressedCache, models, ops
-from kvcomp.core import KV, Compressor, Observed, Score
+from kvcomp import CompressedCache, models
+from kvcomp.core import Compressor
 from kvcomp.evict import (
     H2O,
     RKV,
@@ -48,7 +49,6 @@ from kvcomp.evict import (
     StreamingLLM,
     VaSE,
 )
-from kvcomp.evict.base import ScoreEvictor
 
 LENGTH, CHUNK, BUDGET = 2048, 64, 512
 FULL, RESAMPLED, FIXED, RANDOM, SMALLEST = "full cache", "VaSE dkv", "CurDKV", "Random", "smallest value ranges kept"
@@ -64,22 +64,6 @@ class Text(StrEnum):
 
     math = "math"
     topics = "topics"
-
-
-@dataclass(frozen=True)
-class ValueRange(ScoreEvictor):
-    """`s_i = +-Range(v_i)`, `Range(v) = max(v) - min(v)` over channels: keeps the largest or the smallest ranges.
-
-    Alone it is no method that anyone proposes; it shows how much the rows matter that VaSE reserves.
-    """
-
-    _: KW_ONLY
-    keep: Literal["largest", "smallest"] = "largest"
-
-    def score(self, kv: KV, seen: Observed) -> Score:
-        """The range, with the sign of `keep`."""
-        size = ops.value_magnitude(kv, "range")
-        return size if self.keep == "largest" else -size
 
 
 @dataclass(frozen=True)

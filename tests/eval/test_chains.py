@@ -1,0 +1,94 @@
+"""The generated problems, solved again by reading the prompt."""
+
+import pytest
+
+from kvcomp.eval.chains import FAMILIES, WORDS
+
+SEEDS = range(40)
+
+
+def registers(prompt):
+    """The chain of a register machine, from the words of its prompt."""
+    rules, held, index = {}, {}, 2
+    while prompt[index + 1].startswith("+"):
+        state, constant, register, again, even, if_even, third, odd, if_odd = prompt[index : index + 9]
+        assert (state.upper(), state.upper(), "even", "odd") == (again, third, even, odd)
+        rules[state] = (register, int(constant), {"even": if_even, "odd": if_odd})
+        index += 9
+    while prompt[index] != "start":
+        held[prompt[index]] = int(prompt[index + 1])
+        index += 2
+    state, left = prompt[index + 1], 62
+    words = [state]
+    while left:
+        register, constant, following = rules[state]
+        new = (held[register] + constant) % 10
+        parity = ["even", "odd"][new % 2]
+        words += [f"+{constant}", register, str(held[register]), f"#{left}", register, str(new), state.upper(), parity]
+        held[register], state, left = new, following[parity], left - 1
+        words.append(state)
+    return [*words[1:-1], "<eos>"]
+
+
+def derivations(prompt):
+    """The chain of a walk over derived values, from the words of its prompt."""
+    definitions, links, index = {}, {}, 2
+    while prompt[index + 1].startswith("+"):
+        definitions[prompt[index]] = (prompt[index + 1], prompt[index + 2])
+        index += 3
+    while prompt[index] != "given":
+        name, low, if_low, again, high, if_high = prompt[index : index + 6]
+        assert (name, "low", "high") == (again, low, high)
+        name = {"GO": "go"}.get(name, name.lower())
+        links[name] = {"low": if_low, "high": if_high}
+        index += 6
+    name, value, first = prompt[index + 1 :]
+    assert name == first
+    values, words = {name: int(value)}, []
+    while name != "go":
+        constant, following = definitions[name]
+        values[following] = (values[name] + int(constant)) % 32
+        words += [name, constant, following, str(values[following])]
+        name = following
+    total, left = values["go"], 64
+    words += ["GO", "high" if total > 15 else "low"]
+    while left:
+        name = links[name][words[-1]]
+        new = (total + values[name]) % 32
+        side = "high" if new > 15 else "low"
+        words += [name, str(values[name]), f"#{left}", str(total), str(new), name.upper(), side]
+        total, left = new, left - 1
+    return [*words[1:], "<eos>"]
+
+
+SOLVERS = {"registers": registers, "derivations": derivations}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_chain_follows_from_the_prompt(family):
+    for seed in SEEDS:
+        problem = FAMILIES[family](seed)
+        assert SOLVERS[family](problem.prompt) == problem.chain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_problem_of_a_family_has_the_same_length_and_known_words(family):
+    problems = [FAMILIES[family](seed) for seed in SEEDS]
+    assert len({(len(one.prompt), len(one.chain)) for one in problems}) == 1
+    assert {word for one in problems for word in one.prompt + one.chain} <= set(WORDS)
+    assert len({tuple(one.prompt) for one in problems}) == len(SEEDS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_seed_gives_the_same_problem_in_every_process(family):
+    assert FAMILIES[family](7) == FAMILIES[family](7)
+    start = {"registers": "<bos> registers", "derivations": "<bos> derivations"}[family]
+    assert " ".join(FAMILIES[family](7).prompt).startswith(start)
+
+
+def test_no_place_of_a_walk_comes_twice():
+    for seed in SEEDS:
+        chain = FAMILIES["derivations"](seed).chain
+        walk = chain[len(chain) - 1 - 7 * 64 : -1]
+        places = [(walk[index], walk[index + 3]) for index in range(0, len(walk), 7)]
+        assert len(set(places)) == 64
