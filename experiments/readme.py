@@ -207,7 +207,7 @@ def main() -> None:
     """Write the page; say which studies have no results yet."""
     missing: list[str] = []
     parts = [
-        "# Experiments\n\nWritten by `python experiments/readme.py` from `results/*.json`; the text is `findings.md`.\n",
+        "# Experiments\n\nWritten by `python experiments/readme.py` from `results/*.json` and `findings.md`.\n",
         (HERE / "findings.md").read_text("utf-8"),
         section("Every method at a quarter of the rows", "main", main_table, missing),
         section("The pilot: from SnapKV to VaSE", "pilot", pilot_table, missing),

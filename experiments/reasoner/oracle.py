@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcomp.core import KV, Observed, Score
-from kvcomp.eval.chains import NAMES, Chain
+from kvcomp.eval.chains import Chain
 from kvcomp.evict.base import ScoreEvictor
 
 FOREVER = 1 << 30
@@ -65,10 +65,10 @@ def _derivations(words: list[str], begin: int, until: list[int]) -> None:
     definitions = {words[index]: index for index in range(2, first_link, 3)}
     last = {words[given + 1]: given + 1}
     index = begin - 1
-    while words[index] in NAMES and words[index + 1].startswith("+"):  # name constant name value
+    while words[index + 2].startswith("+"):  # name name constant name value
         _need(until, definitions[words[index]], 3, index + 2)
-        last[words[index + 2]] = index + 2
-        index += 4
+        last[words[index + 1]] = index + 3
+        index += 5
     for step in range(index + 2, len(words) - 7, 7):  # name value #left total new name side
         _need(until, last[words[step]], 2, step + 1)
         last[words[step]] = step

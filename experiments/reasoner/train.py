@@ -112,7 +112,7 @@ class Schedule:
 
 def train(
     out: Annotated[Path, typer.Option(help="Folder of the model; checkpoint.pt lies beside it while training.")],
-    final: Annotated[int, typer.Option(help="Batches of problems of the whole size.")] = 1800,
+    final: Annotated[int, typer.Option(help="Batches of problems of the whole size.")] = 1000,
     minutes: Annotated[float, typer.Option(help="Stop after this time; the same command goes on.")] = 60.0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
 ) -> None:

@@ -63,9 +63,9 @@ def registers(seed: int, steps: int = 62, rules: int = 10, count: int = 6) -> Ch
 def derivations(seed: int, steps: int = 64, count: int = 10, distractors: int = 5) -> Chain:
     """`count` values derived from one given value in dependency order, then a walk of `steps` steps over them.
 
-    A definition is `name constant name`, in random order, among `distractors` whose base is never known; the last one
+    A definition is `name name constant`, in random order, among `distractors` whose base is never known; the last one
     leads to `go`. A link is `NAME low name NAME high name`. The chain first derives every value modulo 32, each step
-    `name constant name value`, then walks: a step is `name value #left total new NAME side`, where `new = total +
+    `name name constant name value`, then walks: a step is `name value #left total new NAME side`, where `new = total +
     value` modulo 32, and its side, below 16 or not, picks the next name. No pair of name and total comes twice.
     """
     draw = random.Random(f"derivations {seed}")
@@ -84,13 +84,13 @@ def derivations(seed: int, steps: int = 64, count: int = 10, distractors: int = 
     useless = [(base, draw.randrange(1, 5), name) for base, name in zip(unknown[::2], unknown[1::2], strict=True)]
     prompt = ["<bos>", "derivations"]
     for base, constant, name in draw.sample(defined + useless, count + distractors):
-        prompt += [base, f"+{constant}", name]
+        prompt += [base, name, f"+{constant}"]
     for name, (low, high) in draw.sample(list(links.items()), len(links)):
         prompt += [name.upper(), "low", low, name.upper(), "high", high]
     prompt += ["given", known[0], str(value[known[0]]), known[0]]
     chain = []
     for base, constant, name in defined:
-        chain += [base, f"+{constant}", name, str(value[name])]
+        chain += [base, name, f"+{constant}", name, str(value[name])]
     return Chain(prompt, [*chain[1:], "GO", _side(value["go"]), *walk, "<eos>"])
 
 

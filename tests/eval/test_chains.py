@@ -33,7 +33,7 @@ def registers(prompt):
 def derivations(prompt):
     """The chain of a walk over derived values, from the words of its prompt."""
     definitions, links, index = {}, {}, 2
-    while prompt[index + 1].startswith("+"):
+    while prompt[index + 2].startswith("+"):
         definitions[prompt[index]] = (prompt[index + 1], prompt[index + 2])
         index += 3
     while prompt[index] != "given":
@@ -46,9 +46,9 @@ def derivations(prompt):
     assert name == first
     values, words = {name: int(value)}, []
     while name != "go":
-        constant, following = definitions[name]
+        following, constant = definitions[name]
         values[following] = (values[name] + int(constant)) % 32
-        words += [name, constant, following, str(values[following])]
+        words += [name, following, constant, following, str(values[following])]
         name = following
     total, left = values["go"], 64
     words += ["GO", "high" if total > 15 else "low"]
