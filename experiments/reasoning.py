@@ -125,7 +125,7 @@ def sweep() -> list[Point]:
     return [replace(point, fraction=fraction) for fraction in (1 / 2, 1 / 3, 1 / 4, 1 / 6, 1 / 8) for point in points]
 
 
-QUANTIZERS = ("", "k8v4", "k4v4_rotated", "k4v2")
+QUANTIZERS = ("", "k8v4 recent=16", "int4 recent=16", "int4 rotated recent=16")
 
 
 def front() -> list[Point]:

@@ -31,6 +31,8 @@ BATCH = 8
 RATE = 2e-3
 WARM_UP = 100
 GROW = 0.95
+DERIVED = 5.0
+"""Weight of the words by which values are derived: they are a tenth of their chains, and hardly learned otherwise."""
 LEVELS = 8
 """Problems of the last level have the size of those that are evaluated."""
 
@@ -73,17 +75,20 @@ def problem(family: str, seed: int, level: int) -> Chain:
     return derivations(seed, steps=64 - 6 * small, count=10 - small, distractors=5 - small // 2)
 
 
-def batch(number: int, level: int) -> tuple[Tensor, Tensor]:
-    """Token ids and labels `[2 * BATCH, tokens]` of batch `number`; labels are -100 at the prompt and at padding."""
+def batch(number: int, level: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, labels and their weights `[2 * BATCH, tokens]` of batch `number`; labels are -100 at the prompt and at
+    padding."""
     ids = {word: i for i, word in enumerate(WORDS)}
     chains = [problem(family, TRAINING + number * BATCH + i, level) for family in FAMILIES for i in range(BATCH)]
     texts = [[ids[word] for word in one.prompt + one.chain] for one in chains]
     width = max(map(len, texts))
     tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts])
-    labels = tokens.clone()
+    labels, weights = tokens.clone(), torch.ones(tokens.shape)
     for row, one in enumerate(chains):
         labels[row, : len(one.prompt)] = -100
-    return tokens, labels.masked_fill(tokens == 0, -100)
+        if "GO" in one.chain:
+            weights[row, : len(one.prompt) + one.chain.index("GO")] = DERIVED
+    return tokens, labels.masked_fill(tokens == 0, -100), weights
 
 
 class Schedule:
@@ -146,12 +151,14 @@ def step(
     model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, schedule: Schedule, device: str
 ) -> tuple[float, int]:
     """One batch; returns the share of tokens predicted right and the number of tokens."""
-    tokens, labels = (x.to(device) for x in batch(int(schedule.state["number"]), int(schedule.state["level"])))
+    made = batch(int(schedule.state["number"]), int(schedule.state["level"]))
+    tokens, labels, weights = (x.to(device) for x in made)
     for group in optimizer.param_groups:
         group["lr"] = schedule.rate()
     logits = model(tokens).logits[:, :-1]
-    wanted = labels[:, 1:]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+    wanted, weights = labels[:, 1:], weights[:, 1:] * (labels[:, 1:] >= 0)
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
+    loss = (losses * weights.flatten()).sum() / weights.sum()
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

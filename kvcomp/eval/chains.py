@@ -31,18 +31,19 @@ class Chain:
 
 
 def registers(seed: int, steps: int = 62, rules: int = 10, count: int = 6) -> Chain:
-    """A register machine of `rules` states and `count` registers modulo 10, run for `steps` steps.
+    """A register machine of `rules` states (at most 10) and `count` registers modulo 10, run for `steps` steps.
 
     A rule is `state constant register STATE even state STATE odd state`; a step is `state constant register old #left
-    register new STATE parity`. The parity of the new value picks the next state; `#left` counts the steps down to `#1`.
+    register new STATE parity`. No two rules have the same constant. The parity of the new value picks the next state;
+    `#left` counts the steps down to `#1`.
     """
     draw = random.Random(f"registers {seed}")
     names = draw.sample(NAMES, rules + count)
     states, held = names[:rules], {name: draw.randrange(10) for name in names[rules:]}
     table: dict[str, tuple[str, int, str, str]] = {}
-    for state in states:
-        register, constant, (even, odd) = draw.choice(names[rules:]), draw.randrange(10), draw.sample(states, 2)
-        table[state] = (register, constant, even, odd)
+    for state, constant in zip(states, draw.sample(range(10), rules), strict=True):
+        even, odd = draw.sample(states, 2)
+        table[state] = (draw.choice(names[rules:]), constant, even, odd)
     state = draw.choice(states)
     prompt = ["<bos>", "registers"]
     for name, (register, constant, even, odd) in table.items():

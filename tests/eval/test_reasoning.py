@@ -1,0 +1,124 @@
+"""The experiments on the small reasoning model; a few problems each."""
+
+import json
+
+import pytest
+import readme
+import reasoning
+import torch
+from reasoner import first_error, oracle, train
+from reasoning import Point, Reasoner, method
+
+from kvcomp.eval.chains import FAMILIES
+from kvcomp.evict import Random, StreamingLLM
+
+PROBLEMS = 8
+
+
+@pytest.fixture(scope="module")
+def reasoner():
+    torch.set_grad_enabled(False)
+    yield Reasoner.load("reasoner", 700, PROBLEMS, "float32")
+    torch.set_grad_enabled(True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_value_is_read_from_rows_that_the_oracle_still_needs(family):
+    """The value of a name stands after the last place where a value follows the name."""
+    reads = 0
+    for seed in range(10):
+        chain = FAMILIES[family](seed)
+        words, until = chain.prompt + chain.chain, oracle.needed_until(chain, family)
+        for position in range(len(chain.prompt) + 60, len(words) - 1):
+            if words[position + 1].startswith("#"):  # name value #left
+                name, value = words[position - 1 : position + 1]
+                held = [j for j in range(position - 1) if words[j] == name and words[j + 1].isdigit()][-1]
+                assert words[held + 1] == value and min(until[held : held + 2]) >= position
+                reads += 1
+    assert reads > 500
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_needed_rows_fit_in_a_quarter_beside_the_recent_ones(family):
+    for seed in range(20):
+        chain = FAMILIES[family](seed)
+        until = oracle.needed_until(chain, family)
+        budget = len(until) // 4
+        for now in range(budget, len(until)):
+            needed = sum(1 for row in range(now - reasoning.RECENT) if until[row] > now)
+            assert needed + reasoning.RECENT + 4 <= budget
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_oracle_loses_little_where_a_window_loses_all(reasoner, family):
+    full = sum(one.correct for one in reasoner.solve(reasoning.FULL, family, 0))
+    best = sum(one.correct for one in reasoner.solve(reasoning.ORACLE, family, 0))
+    window = Point("window", lambda budget: StreamingLLM(budget, recent=24))
+    assert full >= PROBLEMS - 2 and best >= full - 1
+    assert sum(one.correct for one in reasoner.solve(window, family, 0)) <= full - 4
+
+
+def test_the_first_error_is_traced_to_a_row_that_was_evicted(reasoner):
+    length = reasoner.length("registers")
+    compressor = Random(length // 8, recent=reasoning.RECENT)
+    losses = first_error.first_losses(reasoner, "registers", compressor)
+    assert len(losses) == PROBLEMS and any(losses)
+    for loss in filter(None, losses):
+        assert loss.expected != loss.given and 0 < loss.weight <= 1
+        assert loss.row < loss.lost <= loss.position
+
+
+def test_without_eviction_nothing_is_lost(reasoner):
+    losses = first_error.first_losses(reasoner, "registers", StreamingLLM(4096))
+    assert [loss is None for loss in losses] == [one.correct for one in reasoner.solve(reasoning.FULL, "registers", 0)]
+
+
+def test_every_point_of_every_study_can_be_built(reasoner):
+    for study, points in reasoning.STUDIES.items():
+        names = [(point.name, point.fraction, point.quantizer) for point in points()]
+        assert len(set(names)) == len(names), study
+        for point in points():
+            for family in FAMILIES:
+                compressor = point.compressor(reasoner.length(family))
+                budget = int(reasoner.length(family) * point.fraction)
+                assert compressor is None or compressor.budget in (None, budget)
+
+
+def test_the_page_shows_what_the_results_say(reasoner, tmp_path, monkeypatch):
+    points = [reasoning.FULL, method("random", protect_prompt=True), method("snapkv")]
+    rows = [
+        reasoning.row(point, family, 0, reasoner.length(family), reasoner.solve(point, family, 0))
+        for point in points
+        for family in FAMILIES
+    ]
+    assert all(len(row["right"]) == PROBLEMS for row in rows)
+    table = readme.main_table(readme.Points({"rows": rows}))
+    right = {point.name: sum(row["right"].count("1") for row in rows if row["name"] == point.name) for point in points}
+    for point in points:
+        line = next(line for line in table.splitlines() if line.startswith(f"| {point.name} |"))
+        cells = [cell.strip() for cell in line.split("|")]
+        assert cells[4].startswith(f"{100 * right[point.name] / (2 * PROBLEMS):.1f} ± ")
+    change = 100 * (right["snapkv"] - right["full cache"]) / (2 * PROBLEMS)
+    assert f"{change:+.1f} (" in table
+    monkeypatch.setattr(readme, "FIGURES", tmp_path)
+    readme.plot({"line": [[1.0, 50.0, 2.0], [2.0, 60.0, 1.0]]}, "rows", tmp_path / "plot.png", full=90.0)
+    assert (tmp_path / "plot.png").stat().st_size > 5000
+
+
+def test_training_draws_the_same_batch_again_and_no_problem_of_the_evaluation():
+    tokens, labels, weights = train.batch(3, 0)
+    again = train.batch(3, 0)
+    assert all(torch.equal(one, other) for one, other in zip((tokens, labels, weights), again, strict=True))
+    assert not torch.equal(tokens, train.batch(4, 0)[0])
+    kept = labels >= 0
+    assert torch.equal(tokens[kept], labels[kept]) and 0.3 < kept.float().mean() < 0.95
+    assert weights[kept].unique().tolist() == [1.0, train.DERIVED]
+
+
+def test_training_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "LEVELS", 1)
+    with torch.enable_grad():
+        train.train(tmp_path / "model", final=2, minutes=5.0, device="cpu")
+    facts = json.loads((tmp_path / "model" / "training.json").read_text())
+    assert facts["number"] == 2 and facts["left"] == 0 and len(facts["sha256"]) == 64
+    assert (tmp_path / "model" / "tokenizer.json").exists()
