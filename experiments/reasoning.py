@@ -36,7 +36,7 @@ from kvcomp.models import REASONER, load
 from kvcomp.pipeline import Pipeline
 from kvcomp.quant.spec import parse_compressor
 
-RECENT, INTERVAL, BATCH = 24, 16, 100
+RECENT, INTERVAL, BATCH = 32, 16, 100
 COMMON: dict[str, Any] = {"recent": RECENT}
 WINDOWED: dict[str, Any] = {"recent": RECENT, "window": RECENT}
 
@@ -161,9 +161,9 @@ class Reasoner:
         )  # fmt: skip
 
     def length(self, family: str) -> int:
-        """Tokens of a whole text, prompt and chain."""
-        first = self.work[family][0]
-        return len(first.ids) + len(first.problem.answer.split()) + 1
+        """Tokens of a whole text, prompt and chain; the mean over the problems."""
+        lengths = [len(one.ids) + len(one.problem.answer.split()) + 1 for one in self.work[family]]
+        return round(sum(lengths) / len(lengths))
 
     def solve(self, point: Point, family: str, seed: int) -> list[Record]:
         """One record a problem."""
@@ -175,18 +175,18 @@ class Reasoner:
 
     def _with_oracle(self, point: Point, family: str) -> Iterator[Record]:
         """No row leaves the batch, as the oracle knows its rows by their place; chains end where they should."""
-        budget, new = int(self.length(family) * point.fraction), self.length(family)
+        task = tasks.find(family)
+        budget = int(self.length(family) * point.fraction)
         for start in range(0, len(self.work[family]), BATCH):
             batch = self.work[family][start : start + BATCH]
             ids, begin = torch.tensor([one.ids for one in batch]), time.perf_counter()
             oracle = Oracle(budget, until([_chain(one) for one in batch], family), recent=RECENT)
-            how = Decoding(oracle, INTERVAL, new - ids.shape[1])
+            how = Decoding(oracle, INTERVAL, task.max_new_tokens)
             for done in decode(self.model, ids, [one.problem.id for one in batch], set(), how):
                 end = self.tokenizer.eos_token_id in done.tokens
                 tokens = done.tokens[: done.tokens.index(self.tokenizer.eos_token_id)] if end else done.tokens
                 done = replace(done, tokens=tokens, finished=end)
-                task, seconds = tasks.find(family), time.perf_counter() - begin
-                yield run.record(task, batch[done.row], done, self.tokenizer, seconds)
+                yield run.record(task, batch[done.row], done, self.tokenizer, time.perf_counter() - begin)
 
 
 def row(point: Point, family: str, seed: int, length: int, records: list[Record]) -> dict[str, Any]:

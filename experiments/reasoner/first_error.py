@@ -15,6 +15,7 @@ from reasoning import BATCH, INTERVAL, Reasoner, method
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvcomp import CompressedCache
 from kvcomp.core import Compressor
@@ -55,7 +56,8 @@ def first_losses(reasoner: Reasoner, family: str, compressor: Compressor, seed: 
 
 def _batch(reasoner: Reasoner, batch: list[Work], compressor: Compressor, seed: int) -> list[Loss | None]:
     model, tokenizer = reasoner.model, reasoner.tokenizer
-    ids = torch.tensor([[*one.ids, *tokenizer(one.problem.answer).input_ids] for one in batch])
+    texts = [torch.tensor([*one.ids, *tokenizer(one.problem.answer).input_ids]) for one in batch]
+    ids, ends = pad_sequence(texts, batch_first=True), torch.tensor(list(map(len, texts)))
     prompt, length = len(batch[0].ids), ids.shape[1]
     cache = CompressedCache(model, compressor, INTERVAL, seed)
     evicted = [torch.full((*_heads(model, batch), length), length) for _ in cache.layers]
@@ -63,7 +65,7 @@ def _batch(reasoner: Reasoner, batch: list[Work], compressor: Compressor, seed: 
     for stop in range(prompt, length):
         logits = model(ids[:, 0 if stop == prompt else stop - 1 : stop], cache=cache, logits_to_keep=1).logits[:, -1]
         picked = logits.argmax(-1)
-        for row in (picked != ids[:, stop]).nonzero()[:, 0].tolist():
+        for row in ((picked != ids[:, stop]) & (stop < ends)).nonzero()[:, 0].tolist():
             wrong.setdefault(row, (stop, int(picked[row]), [one[row].clone() for one in evicted]))
         for gone, layer in zip(evicted, cache.compressed, strict=True):
             _note(gone, layer.positions, stop)

@@ -32,7 +32,7 @@ class Oracle(ScoreEvictor):
         positions = kv.positions.long()
         flat = positions.clamp(0, self.until.shape[1] - 1).flatten(1)
         until = self.until.gather(1, flat).view_as(positions)
-        return positions.float() + FOREVER * (until > positions[:, :, -1:]).float()
+        return positions.float() + self.until.shape[1] * (until > positions[:, :, -1:]).float()
 
 
 def needed_until(chain: Chain, family: str) -> list[int]:
@@ -50,28 +50,36 @@ def _registers(words: list[str], begin: int, until: list[int]) -> None:
     """Rules always; a register and its value until it is next read."""
     rules_end = max(index for index in range(begin) if words[index] == "odd") + 2
     until[2:rules_end] = [FOREVER] * (rules_end - 2)
-    last: dict[str, int] = {words[index]: index for index in range(rules_end, begin - 2, 2)}
-    for index in range(begin - 1, len(words) - 9, 9):  # state constant register old #left register new state parity
-        register = words[index + 2]
-        _need(until, last[register], 2, index + 3)
-        last[register] = index + 5
+    last = {words[index]: index for index in range(rules_end, begin - 2, 2)}
+    for left in _counters(words):  # register old #left register new
+        register = words[left - 2]
+        _need(until, last[register], 2, left - 1)
+        last[register] = left + 1
 
 
 def _derivations(words: list[str], begin: int, until: list[int]) -> None:
-    """Links always; a definition until it is used; a name and its value until the value is next restated."""
+    """Links always; a definition until it is used; a name and its value where they were derived, until they are last
+    read, and where they were restated, until the next time: a model may read either."""
     first_link = next(index for index in range(begin) if words[index] == "low") - 1
     given = words.index("given")
     until[first_link:given] = [FOREVER] * (given - first_link)
     definitions = {words[index]: index for index in range(2, first_link, 3)}
-    last = {words[given + 1]: given + 1}
+    derived = {words[given + 1]: given + 1}
     index = begin - 1
     while words[index + 2].startswith("+"):  # name name constant name value
         _need(until, definitions[words[index]], 3, index + 2)
-        last[words[index + 1]] = index + 3
+        derived[words[index + 1]] = index + 3
         index += 5
-    for step in range(index + 2, len(words) - 7, 7):  # name value #left total new name side
-        _need(until, last[words[step]], 2, step + 1)
-        last[words[step]] = step
+    last = dict(derived)
+    for left in _counters(words):  # name value #left
+        name = words[left - 2]
+        for row in (derived[name], last[name]):
+            _need(until, row, 2, left - 1)
+        last[name] = left - 2
+
+
+def _counters(words: list[str]) -> list[int]:
+    return [index for index, word in enumerate(words) if word.startswith("#")]
 
 
 def _need(until: list[int], start: int, count: int, position: int) -> None:

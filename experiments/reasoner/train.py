@@ -32,7 +32,7 @@ RATE = 2e-3
 WARM_UP = 100
 GROW = 0.95
 DERIVED = 5.0
-"""Weight of the words by which values are derived: they are a tenth of their chains, and hardly learned otherwise."""
+"""Weight, at the last level, of the words by which values are derived: a tenth of their chains, slow to be learned."""
 LEVELS = 8
 """Problems of the last level have the size of those that are evaluated."""
 
@@ -86,7 +86,7 @@ def batch(number: int, level: int) -> tuple[Tensor, Tensor, Tensor]:
     labels, weights = tokens.clone(), torch.ones(tokens.shape)
     for row, one in enumerate(chains):
         labels[row, : len(one.prompt)] = -100
-        if "GO" in one.chain:
+        if level == LEVELS - 1 and "GO" in one.chain:
             weights[row, : len(one.prompt) + one.chain.index("GO")] = DERIVED
     return tokens, labels.masked_fill(tokens == 0, -100), weights
 
@@ -117,7 +117,7 @@ class Schedule:
 
 def train(
     out: Annotated[Path, typer.Option(help="Folder of the model; checkpoint.pt lies beside it while training.")],
-    final: Annotated[int, typer.Option(help="Batches of problems of the whole size.")] = 1000,
+    final: Annotated[int, typer.Option(help="Batches of problems of the whole size.")] = 1200,
     minutes: Annotated[float, typer.Option(help="Stop after this time; the same command goes on.")] = 60.0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
 ) -> None:

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import TypeAlias
 
 NAMES = [chr(ord("a") + i) for i in range(24)]
 NUMBERS = [str(i) for i in range(32)]
 CONSTANTS = [f"+{i}" for i in range(10)]
 COUNTERS = [f"#{i}" for i in range(1, 81)]
-MARKS = ["registers", "derivations", "start", "given", "go", "GO", "even", "odd", "low", "high"]
+MARKS = ["registers", "derivations", "start", "given", "go", "GO", "even", "odd", "low", "high", "carry"]
 WORDS = ["<pad>", "<bos>", "<eos>", *NAMES, *(name.upper() for name in NAMES), *NUMBERS, *CONSTANTS, *COUNTERS, *MARKS]
 """The whole vocabulary; words are separated by one space. `<bos>` begins a prompt, `<eos>` ends a chain."""
 TRAINING = 1_000_000
 """Seeds from here on are for training a model, those below for judging it."""
+
+
+Rule: TypeAlias = tuple[str, int, str, str]
+"""Register, constant, next state if the result is even, and if it is odd."""
 
 
 @dataclass(frozen=True)
@@ -34,31 +39,42 @@ def registers(seed: int, steps: int = 62, rules: int = 10, count: int = 6) -> Ch
     """A register machine of `rules` states (at most 10) and `count` registers modulo 10, run for `steps` steps.
 
     A rule is `state constant register STATE even state STATE odd state`; a step is `state constant register old #left
-    register new STATE parity`. No two rules have the same constant. The parity of the new value picks the next state;
-    `#left` counts the steps down to `#1`.
+    register new STATE parity`, with `carry` after a new value that wrapped. The parity of the new value picks the next
+    state; `#left` counts the steps down to `#1`. No two rules have the same constant, and the last half of the chain
+    visits half of the states at least.
     """
     draw = random.Random(f"registers {seed}")
-    names = draw.sample(NAMES, rules + count)
-    states, held = names[:rules], {name: draw.randrange(10) for name in names[rules:]}
-    table: dict[str, tuple[str, int, str, str]] = {}
-    for state, constant in zip(states, draw.sample(range(10), rules), strict=True):
-        even, odd = draw.sample(states, 2)
-        table[state] = (draw.choice(names[rules:]), constant, even, odd)
-    state = draw.choice(states)
+    while True:
+        names = draw.sample(NAMES, rules + count)
+        states, held = names[:rules], {name: draw.randrange(10) for name in names[rules:]}
+        table: dict[str, Rule] = {}
+        for state, constant in zip(states, draw.sample(range(10), rules), strict=True):
+            even, odd = draw.sample([other for other in states if other != state], 2)
+            table[state] = (draw.choice(names[rules:]), constant, even, odd)
+        start = draw.choice(states)
+        chain = _run(table, dict(held), start, steps)
+        if chain:
+            break
     prompt = ["<bos>", "registers"]
     for name, (register, constant, even, odd) in table.items():
         prompt += [name, f"+{constant}", register, name.upper(), "even", even, name.upper(), "odd", odd]
     for register, value in held.items():
         prompt += [register, str(value)]
-    prompt += ["start", state]
-    chain = []
+    return Chain([*prompt, "start", start], [*chain[1:], "<eos>"])
+
+
+def _run(table: dict[str, Rule], held: dict[str, int], state: str, steps: int) -> list[str]:
+    """The words of the chain; none if its last half visits fewer than half of the states."""
+    chain, visited = [], []
     for left in range(steps, 0, -1):
         register, constant, even, odd = table[state]
         old, new = held[register], (held[register] + constant) % 10
         parity = "odd" if new % 2 else "even"
-        chain += [state, f"+{constant}", register, str(old), f"#{left}", register, str(new), state.upper(), parity]
+        chain += [state, f"+{constant}", register, str(old), f"#{left}", register, str(new)]
+        chain += [*_carry(old + constant, 10), state.upper(), parity]
+        visited.append(state)
         state, held[register] = (odd if new % 2 else even), new
-    return Chain(prompt, [*chain[1:], "<eos>"])
+    return chain if 2 * len(set(visited[steps // 2 :])) >= len(table) else []
 
 
 def derivations(seed: int, steps: int = 64, count: int = 10, distractors: int = 5) -> Chain:
@@ -66,8 +82,9 @@ def derivations(seed: int, steps: int = 64, count: int = 10, distractors: int = 
 
     A definition is `name name constant`, in random order, among `distractors` whose base is never known; the last one
     leads to `go`. A link is `NAME low name NAME high name`. The chain first derives every value modulo 32, each step
-    `name name constant name value`, then walks: a step is `name value #left total new NAME side`, where `new = total +
-    value` modulo 32, and its side, below 16 or not, picks the next name. No pair of name and total comes twice.
+    `name name constant name value`, then walks: a step is `name value #left total new NAME side`, with `carry` as above.
+    There `new = total + value` modulo 32, and its side, below 16 or not, picks the next name. No pair of name and total
+    comes twice.
     """
     draw = random.Random(f"derivations {seed}")
     while True:
@@ -95,6 +112,11 @@ def derivations(seed: int, steps: int = 64, count: int = 10, distractors: int = 
     return Chain(prompt, [*chain[1:], "GO", _side(value["go"]), *walk, "<eos>"])
 
 
+def _carry(total: int, modulus: int) -> list[str]:
+    """A word more where a sum wraps: steps of different lengths, so that nothing is found by counting words back."""
+    return ["carry"] if total >= modulus else []
+
+
 def _side(total: int) -> str:
     return "low" if total < 16 else "high"
 
@@ -108,7 +130,8 @@ def _walk(value: dict[str, int], links: dict[str, list[str]], steps: int) -> lis
             return []
         seen.add((name, total))
         new = (total + value[name]) % 32
-        words += [name, str(value[name]), f"#{left}", str(total), str(new), name.upper(), _side(new)]
+        words += [name, str(value[name]), f"#{left}", str(total), str(new)]
+        words += [*_carry(total + value[name], 32), name.upper(), _side(new)]
         total, name = new, links[name][new >= 16]
     return words
 

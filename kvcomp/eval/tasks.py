@@ -15,8 +15,8 @@ from kvcomp.eval.livecodebench import programming
 from kvcomp.eval.sources import SUFFIXES, Row, Source
 from kvcomp.eval.task import Grade, Problem, Task
 
-MARGIN = 16
-"""Tokens a model may go on after the length of a generated chain."""
+MARGIN = 64
+"""Tokens a generated chain may be longer than the first ones."""
 SEEDS = "0:500"
 """The problems of a generated family, unless others are asked for."""
 

@@ -24,7 +24,8 @@ def registers(prompt):
         register, constant, following = rules[state]
         new = (held[register] + constant) % 10
         parity = ["even", "odd"][new % 2]
-        words += [f"+{constant}", register, str(held[register]), f"#{left}", register, str(new), state.upper(), parity]
+        words += [f"+{constant}", register, str(held[register]), f"#{left}", register, str(new)]
+        words += ["carry"] * (held[register] + int(constant) > 9) + [state.upper(), parity]
         held[register], state, left = new, following[parity], left - 1
         words.append(state)
     return [*words[1:-1], "<eos>"]
@@ -56,7 +57,8 @@ def derivations(prompt):
         name = links[name][words[-1]]
         new = (total + values[name]) % 32
         side = "high" if new > 15 else "low"
-        words += [name, str(values[name]), f"#{left}", str(total), str(new), name.upper(), side]
+        words += [name, str(values[name]), f"#{left}", str(total), str(new)]
+        words += ["carry"] * (total + values[name] > 31) + [name.upper(), side]
         total, left = new, left - 1
     return [*words[1:], "<eos>"]
 
@@ -72,9 +74,10 @@ def test_the_chain_follows_from_the_prompt(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_problem_of_a_family_has_the_same_length_and_known_words(family):
+def test_prompts_of_a_family_are_equally_long_and_words_known(family):
     problems = [FAMILIES[family](seed) for seed in SEEDS]
-    assert len({(len(one.prompt), len(one.chain)) for one in problems}) == 1
+    assert len({len(one.prompt) for one in problems}) == 1
+    assert max(len(one.chain) for one in problems) - min(len(one.chain) for one in problems) < 64
     assert {word for one in problems for word in one.prompt + one.chain} <= set(WORDS)
     assert len({tuple(one.prompt) for one in problems}) == len(SEEDS)
 
@@ -89,6 +92,12 @@ def test_a_seed_gives_the_same_problem_in_every_process(family):
 def test_no_place_of_a_walk_comes_twice():
     for seed in SEEDS:
         chain = FAMILIES["derivations"](seed).chain
-        walk = chain[len(chain) - 1 - 7 * 64 : -1]
-        places = [(walk[index], walk[index + 3]) for index in range(0, len(walk), 7)]
-        assert len(set(places)) == 64
+        left = [index for index, word in enumerate(chain) if word.startswith("#")]
+        assert len({(chain[index - 2], chain[index + 1]) for index in left}) == len(left) == 64
+
+
+def test_no_machine_ends_in_a_small_circle():
+    for seed in SEEDS:
+        problem = FAMILIES["registers"](seed)
+        states = [problem.chain[index - 4] for index, word in enumerate(problem.chain) if word.startswith("#")][31:]
+        assert len(set(states)) >= 5

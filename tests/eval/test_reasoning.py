@@ -112,7 +112,8 @@ def test_training_draws_the_same_batch_again_and_no_problem_of_the_evaluation():
     assert not torch.equal(tokens, train.batch(4, 0)[0])
     kept = labels >= 0
     assert torch.equal(tokens[kept], labels[kept]) and 0.3 < kept.float().mean() < 0.95
-    assert weights[kept].unique().tolist() == [1.0, train.DERIVED]
+    assert weights.unique().tolist() == [1.0]
+    assert train.batch(3, train.LEVELS - 1)[2].unique().tolist() == [1.0, train.DERIVED]
 
 
 def test_training_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
