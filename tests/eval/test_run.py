@@ -1,4 +1,4 @@
-"""`kvcomp eval` on the small reasoning model: stopped, gone on with, in batches, in several processes."""
+"""`kvcomp eval` on a small random model: stopped, gone on with, in batches, in several processes."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reasoner import train
 
 from kvcomp import models
 from kvcomp.eval import run, tasks
@@ -20,14 +21,25 @@ from kvcomp.quant import MixedPrecision
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = [
-    "eval", "--model", "reasoner", "--task", "registers", "--limit", "7", "--batch", "3", "--method", "vase-attnv",
+    "eval", "--task", "registers", "--limit", "7", "--batch", "3", "--method", "vase-attnv",
     "--budget", "64", "--interval", "16", "--set", "recent=16", "--set", "window=16", "--max-new-tokens", "60",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def reasoner():
-    return models.load(models.REASONER)
+def folder(tmp_path_factory):
+    """A model with random weights, large enough that every row matters; its words are those of the chains."""
+    path, model = tmp_path_factory.mktemp("model"), train.build()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    train.write(model, path, {})
+    return path
+
+
+@pytest.fixture(scope="module")
+def reasoner(folder):
+    return models.load(str(folder))
 
 
 def evaluate(reasoner, path, compressor, count=6, batch=1, family="registers", new=80, **settings):
@@ -38,15 +50,6 @@ def evaluate(reasoner, path, compressor, count=6, batch=1, family="registers", n
 
 def untimed(records):
     return [{name: value for name, value in asdict(record).items() if name != "seconds"} for record in records]
-
-
-@pytest.mark.parametrize("family", ["registers", "derivations"])
-def test_the_full_cache_solves_most_problems(reasoner, family):
-    task = tasks.find(family)
-    work = run.work(task, task.load("0:24"), reasoner[1], 1)
-    found = list(run.complete(task, work, *reasoner, Decoding(max_new_tokens=task.max_new_tokens), 24))
-    assert sum(record.correct for record in found) >= 20
-    assert all(record.finished for record in found if record.correct)
 
 
 @pytest.mark.parametrize(
@@ -132,11 +135,12 @@ def command(*arguments, launcher=("-m", "kvcomp.cli")):
     )
 
 
-def test_two_processes_write_the_file_of_one(tmp_path):
-    one = command(*OPTIONS, "--out", str(tmp_path / "one.jsonl"))
+def test_two_processes_write_the_file_of_one(folder, tmp_path):
+    options = [*OPTIONS, "--model", str(folder)]
+    one = command(*options, "--out", str(tmp_path / "one.jsonl"))
     assert one.returncode == 0, one.stderr
     launch = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "kvcomp.cli")
-    two = command(*OPTIONS, "--out", str(tmp_path / "two.jsonl"), launcher=launch)
+    two = command(*options, "--out", str(tmp_path / "two.jsonl"), launcher=launch)
     assert two.returncode == 0, two.stderr
     assert untimed(read(tmp_path / "one.jsonl")) == untimed(read(tmp_path / "two.jsonl"))
     assert len(read(tmp_path / "two.jsonl")) == 7
@@ -146,7 +150,7 @@ def test_two_processes_write_the_file_of_one(tmp_path):
     settings = json.loads((tmp_path / "one.jsonl.settings.json").read_text())
     assert settings["budget"] == 64 and settings["task"] == "registers"
     shown = command("compare", str(tmp_path / "one.jsonl"), str(tmp_path / "two.jsonl"))
-    assert shown.returncode == 0 and "+0.000" in shown.stdout
+    assert shown.returncode == 0 and "+0.000 (+0.000 to +0.000)" in " ".join(shown.stdout.split())
 
 
 @pytest.mark.parametrize(
@@ -158,8 +162,8 @@ def test_two_processes_write_the_file_of_one(tmp_path):
         (("--budget", "20"), "raise budget"),
     ],
 )
-def test_a_mistake_is_told_before_any_work(tmp_path, arguments, message):
-    done = command(*OPTIONS, "--out", str(tmp_path / "run.jsonl"), *arguments)
+def test_a_mistake_is_told_before_any_work(folder, tmp_path, arguments, message):
+    done = command(*OPTIONS, "--model", str(folder), "--out", str(tmp_path / "run.jsonl"), *arguments)
     assert done.returncode != 0
     assert message in " ".join(done.stderr.split()) and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
