@@ -60,6 +60,7 @@ def evaluate(
         records.open()
     state.wait_for_everyone()
     done = records.done()
+    state.wait_for_everyone()  # a process that reads later would share the rest out differently
     todo = work(task, problems, tokenizer, samples)
     order = [one.key for one in todo]
     mine = [one for one in todo if one.key not in done][state.process_index :: state.num_processes]
