@@ -60,16 +60,16 @@ def _registers(words: list[str], begin: int, until: list[int]) -> None:
 def _derivations(words: list[str], begin: int, until: list[int]) -> None:
     """Links always; a definition until it is used; a name and its value where they were derived, until they are last
     read, and where they were restated, until the next time: a model may read either."""
-    first_link = next(index for index in range(begin) if words[index] == "low") - 1
+    first_link = next(index for index in range(begin) if words[index] == "even") - 1
     given = words.index("given")
     until[first_link:given] = [FOREVER] * (given - first_link)
-    definitions = {words[index]: index for index in range(2, first_link, 3)}
+    definitions = {words[index]: index for index in range(2, first_link, 4)}
     derived = {words[given + 1]: given + 1}
-    index = begin - 1
-    while words[index + 2].startswith("+"):  # name name constant name value
-        _need(until, definitions[words[index]], 3, index + 2)
-        derived[words[index + 1]] = index + 3
-        index += 5
+    index = begin - 2
+    while words[index + 3].startswith("+"):  # NAME then name constant name value
+        _need(until, definitions[words[index]], 4, index + 3)
+        derived[words[index + 2]] = index + 4
+        index += 6
     last = dict(derived)
     for left in _counters(words):  # name value #left
         name = words[left - 2]

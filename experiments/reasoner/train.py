@@ -31,9 +31,6 @@ BATCH = 8
 RATE = 2e-3
 WARM_UP = 100
 GROW = 0.95
-DERIVED = 5.0
-"""Weight, in the last half of the final batches, of the words by which values are derived: they are a tenth of their
-chains and slow to be learned; with that weight from the start, all else is slow."""
 LEVELS = 8
 """Problems of the last level have the size of those that are evaluated."""
 
@@ -76,20 +73,17 @@ def problem(family: str, seed: int, level: int) -> Chain:
     return derivations(seed, steps=64 - 6 * small, count=10 - small, distractors=5 - small // 2)
 
 
-def batch(number: int, level: int, derived: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, labels and their weights `[2 * BATCH, tokens]` of batch `number`; labels are -100 at the prompt and at
-    padding, weights `derived` where values are derived."""
+def batch(number: int, level: int) -> tuple[Tensor, Tensor]:
+    """Token ids and labels `[2 * BATCH, tokens]` of batch `number`; labels are -100 at the prompt and at padding."""
     ids = {word: i for i, word in enumerate(WORDS)}
     chains = [problem(family, TRAINING + number * BATCH + i, level) for family in FAMILIES for i in range(BATCH)]
     texts = [[ids[word] for word in one.prompt + one.chain] for one in chains]
     width = max(map(len, texts))
     tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts])
-    labels, weights = tokens.clone(), torch.ones(tokens.shape)
+    labels = tokens.masked_fill(tokens == 0, -100)
     for row, one in enumerate(chains):
         labels[row, : len(one.prompt)] = -100
-        if "GO" in one.chain:
-            weights[row, : len(one.prompt) + one.chain.index("GO")] = derived
-    return tokens, labels.masked_fill(tokens == 0, -100), weights
+    return tokens, labels
 
 
 class Schedule:
@@ -102,10 +96,6 @@ class Schedule:
     def rate(self) -> float:
         """Warm-up, constant, then linear decay over the final batches."""
         return RATE * min(1.0, (self.state["number"] + 1) / WARM_UP) * min(1.0, self.state["left"] / (0.8 * self.final))
-
-    def derived(self) -> float:
-        """Weight of the words by which values are derived."""
-        return DERIVED if self.state["left"] <= self.final // 2 else 1.0
 
     def advance(self, accuracy: float, tokens: int) -> None:
         """Count a batch; larger problems if the running accuracy allows."""
@@ -122,7 +112,7 @@ class Schedule:
 
 def train(
     out: Annotated[Path, typer.Option(help="Folder of the model; checkpoint.pt lies beside it while training.")],
-    final: Annotated[int, typer.Option(help="Batches of problems of the whole size.")] = 2000,
+    final: Annotated[int, typer.Option(help="Batches of problems of the whole size.")] = 1200,
     minutes: Annotated[float, typer.Option(help="Stop after this time; the same command goes on.")] = 60.0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
 ) -> None:
@@ -156,14 +146,11 @@ def step(
     model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, schedule: Schedule, device: str
 ) -> tuple[float, int]:
     """One batch; returns the share of tokens predicted right and the number of tokens."""
-    made = batch(int(schedule.state["number"]), int(schedule.state["level"]), schedule.derived())
-    tokens, labels, weights = (x.to(device) for x in made)
+    tokens, labels = (x.to(device) for x in batch(int(schedule.state["number"]), int(schedule.state["level"])))
     for group in optimizer.param_groups:
         group["lr"] = schedule.rate()
-    logits = model(tokens).logits[:, :-1]
-    wanted, weights = labels[:, 1:], weights[:, 1:] * (labels[:, 1:] >= 0)
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
-    loss = (losses * weights.flatten()).sum() / weights.sum()
+    logits, wanted = model(tokens).logits[:, :-1], labels[:, 1:]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -16,7 +16,7 @@ NAMES = [chr(ord("a") + i) for i in range(24)]
 NUMBERS = [str(i) for i in range(32)]
 CONSTANTS = [f"+{i}" for i in range(10)]
 COUNTERS = [f"#{i}" for i in range(1, 81)]
-MARKS = ["registers", "derivations", "start", "given", "go", "GO", "even", "odd", "low", "high", "carry"]
+MARKS = ["registers", "derivations", "start", "given", "then", "go", "GO", "even", "odd", "carry"]
 WORDS = ["<pad>", "<bos>", "<eos>", *NAMES, *(name.upper() for name in NAMES), *NUMBERS, *CONSTANTS, *COUNTERS, *MARKS]
 """The whole vocabulary; words are separated by one space. `<bos>` begins a prompt, `<eos>` ends a chain."""
 TRAINING = 1_000_000
@@ -69,9 +69,8 @@ def _run(table: dict[str, Rule], held: dict[str, int], state: str, steps: int) -
     for left in range(steps, 0, -1):
         register, constant, even, odd = table[state]
         old, new = held[register], (held[register] + constant) % 10
-        parity = "odd" if new % 2 else "even"
         chain += [state, f"+{constant}", register, str(old), f"#{left}", register, str(new)]
-        chain += [*_carry(old + constant, 10), state.upper(), parity]
+        chain += [*_carry(old + constant, 10), state.upper(), _parity(new)]
         visited.append(state)
         state, held[register] = (odd if new % 2 else even), new
     return chain if 2 * len(set(visited[steps // 2 :])) >= len(table) else []
@@ -80,11 +79,11 @@ def _run(table: dict[str, Rule], held: dict[str, int], state: str, steps: int) -
 def derivations(seed: int, steps: int = 64, count: int = 10, distractors: int = 5) -> Chain:
     """`count` values derived from one given value in dependency order, then a walk of `steps` steps over them.
 
-    A definition is `name name constant`, in random order, among `distractors` whose base is never known; the last one
-    leads to `go`. A link is `NAME low name NAME high name`. The chain first derives every value modulo 32, each step
-    `name name constant name value`, then walks: a step is `name value #left total new NAME side`, `carry` as above.
-    There `new = total + value` modulo 32, and its side, below 16 or not, picks the next name. No pair of name and total
-    comes twice.
+    A definition is `NAME then name constant`, in random order, among `distractors` whose base is never known; the last
+    one leads to `go`. A link is `NAME even name NAME odd name`. The chain first derives every value modulo 32, each
+    step `NAME then name constant name value`, then walks: a step is `name value #left total new NAME parity`, `carry`
+    as above. There `new = total + value` modulo 32, and its parity picks the next name. No pair of name and total comes
+    twice.
     """
     draw = random.Random(f"derivations {seed}")
     while True:
@@ -102,14 +101,14 @@ def derivations(seed: int, steps: int = 64, count: int = 10, distractors: int = 
     useless = [(base, draw.randrange(1, 5), name) for base, name in zip(unknown[::2], unknown[1::2], strict=True)]
     prompt = ["<bos>", "derivations"]
     for base, constant, name in draw.sample(defined + useless, count + distractors):
-        prompt += [base, name, f"+{constant}"]
-    for name, (low, high) in draw.sample(list(links.items()), len(links)):
-        prompt += [name.upper(), "low", low, name.upper(), "high", high]
-    prompt += ["given", known[0], str(value[known[0]]), known[0]]
+        prompt += [base.upper(), "then", name, f"+{constant}"]
+    for name, (even, odd) in draw.sample(list(links.items()), len(links)):
+        prompt += [name.upper(), "even", even, name.upper(), "odd", odd]
+    prompt += ["given", known[0], str(value[known[0]]), known[0].upper(), "then"]
     chain = []
     for base, constant, name in defined:
-        chain += [base, name, f"+{constant}", name, str(value[name])]
-    return Chain(prompt, [*chain[1:], "GO", _side(value["go"]), *walk, "<eos>"])
+        chain += [base.upper(), "then", name, f"+{constant}", name, str(value[name])]
+    return Chain(prompt, [*chain[2:], "GO", _parity(value["go"]), *walk, "<eos>"])
 
 
 def _carry(total: int, modulus: int) -> list[str]:
@@ -117,13 +116,13 @@ def _carry(total: int, modulus: int) -> list[str]:
     return ["carry"] if total >= modulus else []
 
 
-def _side(total: int) -> str:
-    return "low" if total < 16 else "high"
+def _parity(number: int) -> str:
+    return "odd" if number % 2 else "even"
 
 
 def _walk(value: dict[str, int], links: dict[str, list[str]], steps: int) -> list[str]:
     """The words of the walk, or none if it comes back to where it was."""
-    total, name = value["go"], links["go"][value["go"] >= 16]
+    total, name = value["go"], links["go"][value["go"] % 2]
     seen, words = set(), []
     for left in range(steps, 0, -1):
         if (name, total) in seen:
@@ -131,8 +130,8 @@ def _walk(value: dict[str, int], links: dict[str, list[str]], steps: int) -> lis
         seen.add((name, total))
         new = (total + value[name]) % 32
         words += [name, str(value[name]), f"#{left}", str(total), str(new)]
-        words += [*_carry(total + value[name], 32), name.upper(), _side(new)]
-        total, name = new, links[name][new >= 16]
+        words += [*_carry(total + value[name], 32), name.upper(), _parity(new)]
+        total, name = new, links[name][new % 2]
     return words
 
 

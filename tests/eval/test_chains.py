@@ -34,33 +34,33 @@ def registers(prompt):
 def derivations(prompt):
     """The chain of a walk over derived values, from the words of its prompt."""
     definitions, links, index = {}, {}, 2
-    while prompt[index + 2].startswith("+"):
-        definitions[prompt[index]] = (prompt[index + 1], prompt[index + 2])
-        index += 3
+    while prompt[index + 3].startswith("+"):
+        base, then, name, constant = prompt[index : index + 4]
+        assert then == "then"
+        definitions[base.lower()] = (name, constant)
+        index += 4
     while prompt[index] != "given":
-        name, low, if_low, again, high, if_high = prompt[index : index + 6]
-        assert (name, "low", "high") == (again, low, high)
-        name = {"GO": "go"}.get(name, name.lower())
-        links[name] = {"low": if_low, "high": if_high}
+        name, even, if_even, again, odd, if_odd = prompt[index : index + 6]
+        assert (name, "even", "odd") == (again, even, odd)
+        links[name.lower()] = {"even": if_even, "odd": if_odd}
         index += 6
-    name, value, first = prompt[index + 1 :]
-    assert name == first
+    name, value, first, then = prompt[index + 1 :]
+    assert (name.upper(), "then") == (first, then)
     values, words = {name: int(value)}, []
     while name != "go":
         following, constant = definitions[name]
         values[following] = (values[name] + int(constant)) % 32
-        words += [name, following, constant, following, str(values[following])]
+        words += [name.upper(), "then", following, constant, following, str(values[following])]
         name = following
     total, left = values["go"], 64
-    words += ["GO", "high" if total > 15 else "low"]
+    words += ["GO", ["even", "odd"][total % 2]]
     while left:
         name = links[name][words[-1]]
         new = (total + values[name]) % 32
-        side = "high" if new > 15 else "low"
         words += [name, str(values[name]), f"#{left}", str(total), str(new)]
-        words += ["carry"] * (total + values[name] > 31) + [name.upper(), side]
+        words += ["carry"] * (total + values[name] > 31) + [name.upper(), ["even", "odd"][new % 2]]
         total, left = new, left - 1
-    return [*words[1:], "<eos>"]
+    return [*words[2:], "<eos>"]
 
 
 SOLVERS = {"registers": registers, "derivations": derivations}

@@ -8,6 +8,9 @@ import pytest
 import readme
 import reasoning
 import torch
+from page import figures
+from page.claims import Claim
+from page.points import Points
 from reasoner import first_error, oracle, train
 from reasoning import Reasoner, method
 
@@ -101,7 +104,8 @@ def test_the_page_shows_what_the_results_say(reasoner, tmp_path, monkeypatch):
         reasoning.row(point, family, 0, reasoner.length(family), records()) for point in points for family in FAMILIES
     ]
     assert all(len(row["right"]) == PROBLEMS for row in rows)
-    table = readme.main_table(readme.Points({"rows": rows}))
+    found = Points({"rows": rows})
+    table = readme.main_table(found)
     right = {point.name: sum(row["right"].count("1") for row in rows if row["name"] == point.name) for point in points}
     for point in points:
         line = next(line for line in table.splitlines() if line.startswith(f"| {point.name} |"))
@@ -109,20 +113,30 @@ def test_the_page_shows_what_the_results_say(reasoner, tmp_path, monkeypatch):
         assert cells[4].startswith(f"{100 * right[point.name] / (2 * PROBLEMS):.1f} ± ")
     change = 100 * (right["snapkv"] - right["full cache"]) / (2 * PROBLEMS)
     assert f"{change:+.1f} (" in table
-    monkeypatch.setattr(readme, "FIGURES", tmp_path)
-    readme.plot({"line": [[1.0, 50.0, 2.0], [2.0, 60.0, 1.0]]}, "rows", tmp_path / "plot.png", full=90.0)
+    monkeypatch.setattr(figures, "FIGURES", tmp_path)
+    figures.accuracy("plot", figures.curves(found, lambda key: 100 * key[1], lambda key: key[0]), "rows", full=90.0)
     assert (tmp_path / "plot.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize(("right", "verdict"), [("1" * 20, "reproduced"), ("0" * 20, "the opposite"), ("01" * 10, "undecided")])
+def test_a_claim_is_judged_by_the_interval_of_the_difference(right, verdict):
+    claim = Claim("better", "main", "snapkv", "full cache", 5.0, "somewhere")
+    rows = [
+        {"name": "snapkv", "fraction": 0.25, "quantizer": "", "family": "registers", "right": right},
+        {"name": "full cache", "fraction": 1.0, "quantizer": "", "family": "registers", "right": "0110" * 5 if verdict == "undecided" else "01" * 10},
+    ]
+    found = Points({"rows": rows})
+    assert claim.verdict(found) == verdict
+    assert claim.line(found)[1] == "+5.0"
+
+
 def test_training_draws_the_same_batch_again_and_no_problem_of_the_evaluation():
-    tokens, labels, weights = train.batch(3, 0)
+    tokens, labels = train.batch(3, 0)
     again = train.batch(3, 0)
-    assert all(torch.equal(one, other) for one, other in zip((tokens, labels, weights), again, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip((tokens, labels), again, strict=True))
     assert not torch.equal(tokens, train.batch(4, 0)[0])
     kept = labels >= 0
     assert torch.equal(tokens[kept], labels[kept]) and 0.3 < kept.float().mean() < 0.95
-    assert weights.unique().tolist() == [1.0]
-    assert train.batch(3, 0, derived=5.0)[2].unique().tolist() == [1.0, 5.0]
 
 
 def test_training_goes_on_from_its_checkpoint(tmp_path, monkeypatch):

@@ -1,0 +1,1 @@
+"""Parts of `readme.py`: points, published figures, plots."""
