@@ -15,10 +15,10 @@ from typing import TypeAlias
 NAMES = [chr(ord("a") + i) for i in range(24)]
 NUMBERS = [str(i) for i in range(32)]
 CONSTANTS = [f"+{i}" for i in range(10)]
-COUNTERS = [f"#{i}" for i in range(1, 81)]
-MARKS = ["registers", "derivations", "start", "given", "then", "go", "GO", "even", "odd", "carry"]
-WORDS = ["<pad>", "<bos>", "<eos>", *NAMES, *(name.upper() for name in NAMES), *NUMBERS, *CONSTANTS, *COUNTERS, *MARKS]
-"""The whole vocabulary; words are separated by one space. `<bos>` begins a prompt, `<eos>` ends a chain."""
+MARKS = ["registers", "derivations", "start", "given", "then", "go", "GO", "even", "odd"]
+WORDS = ["<pad>", "<bos>", "<eos>", *NAMES, *(name.upper() for name in NAMES), *NUMBERS, *CONSTANTS, *MARKS]
+"""The whole vocabulary; words are separated by one space. `<bos>` begins a prompt; a chain is cut off after its steps, as
+a model that counts them attends to all rows evenly, which no small cache can keep."""
 TRAINING = 1_000_000
 """Seeds from here on are for training a model, those below for judging it."""
 
@@ -35,13 +35,12 @@ class Chain:
     chain: list[str]
 
 
-def registers(seed: int, steps: int = 62, rules: int = 10, count: int = 6) -> Chain:
+def registers(seed: int, steps: int = 64, rules: int = 10, count: int = 6) -> Chain:
     """A register machine of `rules` states (at most 10) and `count` registers modulo 10, run for `steps` steps.
 
-    A rule is `state constant register STATE even state STATE odd state`; a step is `state constant register old #left
-    register new STATE parity`, with `carry` after a new value that wrapped. The parity of the new value picks the next
-    state; `#left` counts the steps down to `#1`. No two rules have the same constant, and the last half of the chain
-    visits half of the states at least.
+    A rule is `state constant register STATE even state STATE odd state`; a step is `state constant register old
+    register new STATE parity`. The parity of the new value picks the next state. No two rules have the same constant,
+    and the last half of the chain visits half of the states at least.
     """
     draw = random.Random(f"registers {seed}")
     while True:
@@ -60,30 +59,28 @@ def registers(seed: int, steps: int = 62, rules: int = 10, count: int = 6) -> Ch
         prompt += [name, f"+{constant}", register, name.upper(), "even", even, name.upper(), "odd", odd]
     for register, value in held.items():
         prompt += [register, str(value)]
-    return Chain([*prompt, "start", start], [*chain[1:], "<eos>"])
+    return Chain([*prompt, "start", start], chain[1:])
 
 
 def _run(table: dict[str, Rule], held: dict[str, int], state: str, steps: int) -> list[str]:
     """The words of the chain; none if its last half visits fewer than half of the states."""
     chain, visited = [], []
-    for left in range(steps, 0, -1):
+    for _ in range(steps):
         register, constant, even, odd = table[state]
         old, new = held[register], (held[register] + constant) % 10
-        chain += [state, f"+{constant}", register, str(old), f"#{left}", register, str(new)]
-        chain += [*_carry(old + constant, 10), state.upper(), _parity(new)]
+        chain += [state, f"+{constant}", register, str(old), register, str(new), state.upper(), _parity(new)]
         visited.append(state)
         state, held[register] = (odd if new % 2 else even), new
     return chain if 2 * len(set(visited[steps // 2 :])) >= len(table) else []
 
 
-def derivations(seed: int, steps: int = 64, count: int = 10, distractors: int = 5) -> Chain:
+def derivations(seed: int, steps: int = 72, count: int = 10, distractors: int = 5) -> Chain:
     """`count` values derived from one given value in dependency order, then a walk of `steps` steps over them.
 
     A definition is `NAME then name constant`, in random order, among `distractors` whose base is never known; the last
     one leads to `go`. A link is `NAME even name NAME odd name`. The chain first derives every value modulo 32, each
-    step `NAME then name constant name value`, then walks: a step is `name value #left total new NAME parity`, `carry`
-    as above. There `new = total + value` modulo 32, and its parity picks the next name. No pair of name and total comes
-    twice.
+    step `NAME then name constant name value`, then walks: a step is `name value total new NAME parity`. There
+    `new = total + value` modulo 32, and its parity picks the next name. No pair of name and total comes twice.
     """
     draw = random.Random(f"derivations {seed}")
     while True:
@@ -108,12 +105,7 @@ def derivations(seed: int, steps: int = 64, count: int = 10, distractors: int = 
     chain = []
     for base, constant, name in defined:
         chain += [base.upper(), "then", name, f"+{constant}", name, str(value[name])]
-    return Chain(prompt, [*chain[2:], "GO", _parity(value["go"]), *walk, "<eos>"])
-
-
-def _carry(total: int, modulus: int) -> list[str]:
-    """A word more where a sum wraps: steps of different lengths, so that nothing is found by counting words back."""
-    return ["carry"] if total >= modulus else []
+    return Chain(prompt, [*chain[2:], "GO", _parity(value["go"]), *walk])
 
 
 def _parity(number: int) -> str:
@@ -124,13 +116,12 @@ def _walk(value: dict[str, int], links: dict[str, list[str]], steps: int) -> lis
     """The words of the walk, or none if it comes back to where it was."""
     total, name = value["go"], links["go"][value["go"] % 2]
     seen, words = set(), []
-    for left in range(steps, 0, -1):
+    for _ in range(steps):
         if (name, total) in seen:
             return []
         seen.add((name, total))
         new = (total + value[name]) % 32
-        words += [name, str(value[name]), f"#{left}", str(total), str(new)]
-        words += [*_carry(total + value[name], 32), name.upper(), _parity(new)]
+        words += [name, str(value[name]), str(total), str(new), name.upper(), _parity(new)]
         total, name = new, links[name][new % 2]
     return words
 
