@@ -48,12 +48,11 @@ def accuracy_cells(found: Points, key: Key) -> list[str]:
 def main_table(found: Points) -> str:
     """Every method at a quarter of the rows, best first."""
     keys = sorted(found.rows, key=lambda key: -found.accuracy(key)[0])
-    head = ["method", *FAMILIES, "both", "minus full cache", "minus Random + prompt", "KV cache", "cut off", "looped"]
+    head = ["method", *FAMILIES, "both", "minus full cache", "minus Random + prompt", "KV cache", "looped"]
     rows = [
         [
             key[0], *accuracy_cells(found, key), points(found.minus(key, FULL)), points(found.minus(key, RANDOM)),
-            size(round(found.mean(key, "kv_bytes"))), f"{100 * found.mean(key, 'cut'):.0f}",
-            f"{100 * found.mean(key, 'looped'):.0f}",
+            size(round(found.mean(key, "kv_bytes"))), f"{100 * found.mean(key, 'looped'):.0f}",
         ]
         for key in keys
     ]  # fmt: skip
@@ -121,7 +120,7 @@ def errors(data: dict[str, Any]) -> str:
         largest = sum(row["share_by_tenth"][-1] for row in these) / len(these)
         spread = [f"{sum(found) / len(found):.2f}", f"{min(found):.2f} to {max(found):.2f}", f"{100 * largest:.0f}"]
         rows.append([group[0], str(group[1]), str(group[2]), *spread])
-    head = ["model", "bits", "group", "correlation, mean of layers", "lowest to highest", "largest tenth, % of the error"]
+    head = ["model", "bits", "group", "correlation", "over layers", "largest tenth, % of the error"]
     return f"![Error against value range](figures/error_by_range.png)\n\n{table(head, rows)}"
 
 
@@ -152,7 +151,7 @@ def section(title: str, name: str, make: Callable[[Any], str]) -> str:
 def main() -> None:
     """Write the page."""
     parts = [
-        "# Experiments\n\nWritten by `python experiments/readme.py` from `results/*.json`, `findings.md`, `claims.md`.\n",
+        "# Experiments\n\nWritten by `python experiments/readme.py` from `results/`, `findings.md` and `claims.md`.\n",
         (HERE / "findings.md").read_text("utf-8"),
         claims(),
         *(section(*one) for one in SECTIONS),

@@ -161,9 +161,9 @@ class Reasoner:
         )  # fmt: skip
 
     def length(self, family: str) -> int:
-        """Tokens of a whole text, prompt and chain; the mean over the problems."""
-        lengths = [len(one.ids) + len(one.problem.answer.split()) + 1 for one in self.work[family]]
-        return round(sum(lengths) / len(lengths))
+        """Tokens of a whole text, prompt and chain; the same for all problems."""
+        first = self.work[family][0]
+        return len(first.ids) + len(first.problem.answer.split())
 
     def solve(self, point: Point, family: str, seed: int) -> list[Record]:
         """One record a problem."""
@@ -174,7 +174,7 @@ class Reasoner:
         return list(run.complete(task, self.work[family], self.model, self.tokenizer, how, BATCH))
 
     def _with_oracle(self, point: Point, family: str) -> Iterator[Record]:
-        """No row leaves the batch, as the oracle knows its rows by their place; chains end where they should."""
+        """Batch by batch, as the oracle knows its rows by their place."""
         task = tasks.find(family)
         budget = int(self.length(family) * point.fraction)
         for start in range(0, len(self.work[family]), BATCH):
@@ -183,9 +183,6 @@ class Reasoner:
             oracle = Oracle(budget, until([_chain(one) for one in batch], family), recent=RECENT)
             how = Decoding(oracle, INTERVAL, task.max_new_tokens)
             for done in decode(self.model, ids, [one.problem.id for one in batch], set(), how):
-                end = self.tokenizer.eos_token_id in done.tokens
-                tokens = done.tokens[: done.tokens.index(self.tokenizer.eos_token_id)] if end else done.tokens
-                done = replace(done, tokens=tokens, finished=end)
                 yield run.record(task, batch[done.row], done, self.tokenizer, time.perf_counter() - begin)
 
 
@@ -205,7 +202,7 @@ def row(point: Point, family: str, seed: int, length: int, records: list[Record]
 
 
 def _chain(one: run.Work) -> Chain:
-    return Chain(one.problem.prompt.split(), [*one.problem.answer.split(), "<eos>"])
+    return Chain(one.problem.prompt.split(), one.problem.answer.split())
 
 
 def _number(record: Record) -> int:

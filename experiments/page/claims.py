@@ -77,5 +77,5 @@ CLAIMS = (
     Claim("Random with the prompt protected beats VaSE-AttnV", "main", "random + prompt", "vase-attnv", 4.2, AGAIN),
     Claim("protecting the prompt helps VaSE-AttnV", "main", "vase-attnv + prompt", "vase-attnv", 0.3, AGAIN),
 )
-"""VaSE: tables/all_Qwen3-4B.json of the same commit, averages of AIME25, AIME26, HMMT25, GPQA-D and MATH-500; the other:
-its table of VaSE beside Random, and its ablation of the prompt."""
+"""VaSE: tables/all_Qwen3-4B.json of the same commit, averages of AIME25, AIME26, HMMT25, GPQA-D and MATH-500; the
+other: its table of VaSE beside Random, and its ablation of the prompt."""

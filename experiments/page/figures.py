@@ -10,10 +10,11 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+
 from page.points import Key, Points, Row
 
 matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot
 
 FIGURES = Path(__file__).parents[1] / "figures"
 MARKERS = "osD^v<>pPX*hs" * 3

@@ -51,10 +51,10 @@ def _registers(words: list[str], begin: int, until: list[int]) -> None:
     rules_end = max(index for index in range(begin) if words[index] == "odd") + 2
     until[2:rules_end] = [FOREVER] * (rules_end - 2)
     last = {words[index]: index for index in range(rules_end, begin - 2, 2)}
-    for left in _counters(words):  # register old #left register new
-        register = words[left - 2]
-        _need(until, last[register], 2, left - 1)
-        last[register] = left + 1
+    for step in range(begin - 1, len(words), 8):  # state constant register old register new STATE parity
+        register = words[step + 2]
+        _need(until, last[register], 2, step + 3)
+        last[register] = step + 4
 
 
 def _derivations(words: list[str], begin: int, until: list[int]) -> None:
@@ -65,21 +65,17 @@ def _derivations(words: list[str], begin: int, until: list[int]) -> None:
     until[first_link:given] = [FOREVER] * (given - first_link)
     definitions = {words[index]: index for index in range(2, first_link, 4)}
     derived = {words[given + 1]: given + 1}
-    index = begin - 2
-    while words[index + 3].startswith("+"):  # NAME then name constant name value
-        _need(until, definitions[words[index]], 4, index + 3)
-        derived[words[index + 2]] = index + 4
-        index += 6
+    step = begin - 2
+    while words[step] != "GO":  # NAME then name constant name value
+        _need(until, definitions[words[step]], 4, step + 3)
+        derived[words[step + 2]] = step + 4
+        step += 6
     last = dict(derived)
-    for left in _counters(words):  # name value #left
-        name = words[left - 2]
+    for place in range(step + 2, len(words), 6):  # name value total new NAME parity
+        name = words[place]
         for row in (derived[name], last[name]):
-            _need(until, row, 2, left - 1)
-        last[name] = left - 2
-
-
-def _counters(words: list[str]) -> list[int]:
-    return [index for index, word in enumerate(words) if word.startswith("#")]
+            _need(until, row, 2, place + 1)
+        last[name] = place
 
 
 def _need(until: list[int], start: int, count: int, position: int) -> None:

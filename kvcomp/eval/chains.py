@@ -17,8 +17,8 @@ NUMBERS = [str(i) for i in range(32)]
 CONSTANTS = [f"+{i}" for i in range(10)]
 MARKS = ["registers", "derivations", "start", "given", "then", "go", "GO", "even", "odd"]
 WORDS = ["<pad>", "<bos>", "<eos>", *NAMES, *(name.upper() for name in NAMES), *NUMBERS, *CONSTANTS, *MARKS]
-"""The whole vocabulary; words are separated by one space. `<bos>` begins a prompt; a chain is cut off after its steps, as
-a model that counts them attends to all rows evenly, which no small cache can keep."""
+"""The whole vocabulary; words are separated by one space. `<bos>` begins a prompt. A chain is cut off
+after its steps: a model that counts them attends to all rows evenly, and no small cache can keep those."""
 TRAINING = 1_000_000
 """Seeds from here on are for training a model, those below for judging it."""
 

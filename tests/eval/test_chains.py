@@ -18,17 +18,16 @@ def registers(prompt):
     while prompt[index] != "start":
         held[prompt[index]] = int(prompt[index + 1])
         index += 2
-    state, left = prompt[index + 1], 62
+    state = prompt[index + 1]
     words = [state]
-    while left:
+    for _ in range(64):
         register, constant, following = rules[state]
         new = (held[register] + constant) % 10
         parity = ["even", "odd"][new % 2]
-        words += [f"+{constant}", register, str(held[register]), f"#{left}", register, str(new)]
-        words += ["carry"] * (held[register] + int(constant) > 9) + [state.upper(), parity]
-        held[register], state, left = new, following[parity], left - 1
+        words += [f"+{constant}", register, str(held[register]), register, str(new), state.upper(), parity]
+        held[register], state = new, following[parity]
         words.append(state)
-    return [*words[1:-1], "<eos>"]
+    return words[1:-1]
 
 
 def derivations(prompt):
@@ -52,15 +51,14 @@ def derivations(prompt):
         values[following] = (values[name] + int(constant)) % 32
         words += [name.upper(), "then", following, constant, following, str(values[following])]
         name = following
-    total, left = values["go"], 64
+    total = values["go"]
     words += ["GO", ["even", "odd"][total % 2]]
-    while left:
+    for _ in range(72):
         name = links[name][words[-1]]
         new = (total + values[name]) % 32
-        words += [name, str(values[name]), f"#{left}", str(total), str(new)]
-        words += ["carry"] * (total + values[name] > 31) + [name.upper(), ["even", "odd"][new % 2]]
-        total, left = new, left - 1
-    return [*words[2:], "<eos>"]
+        words += [name, str(values[name]), str(total), str(new), name.upper(), ["even", "odd"][new % 2]]
+        total = new
+    return words[2:]
 
 
 SOLVERS = {"registers": registers, "derivations": derivations}
@@ -74,10 +72,10 @@ def test_the_chain_follows_from_the_prompt(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_of_a_family_are_equally_long_and_words_known(family):
+def test_texts_of_a_family_are_equally_long_and_words_known(family):
     problems = [FAMILIES[family](seed) for seed in SEEDS]
     assert len({len(one.prompt) for one in problems}) == 1
-    assert max(len(one.chain) for one in problems) - min(len(one.chain) for one in problems) < 64
+    assert len({len(one.chain) for one in problems}) == 1
     assert {word for one in problems for word in one.prompt + one.chain} <= set(WORDS)
     assert len({tuple(one.prompt) for one in problems}) == len(SEEDS)
 
@@ -91,13 +89,12 @@ def test_a_seed_gives_the_same_problem_in_every_process(family):
 
 def test_no_place_of_a_walk_comes_twice():
     for seed in SEEDS:
-        chain = FAMILIES["derivations"](seed).chain
-        left = [index for index, word in enumerate(chain) if word.startswith("#")]
-        assert len({(chain[index - 2], chain[index + 1]) for index in left}) == len(left) == 64
+        walk = FAMILIES["derivations"](seed).chain[-72 * 6 :]
+        assert len({(walk[index], walk[index + 2]) for index in range(0, len(walk), 6)}) == 72
 
 
 def test_no_machine_ends_in_a_small_circle():
     for seed in SEEDS:
         problem = FAMILIES["registers"](seed)
-        states = [problem.chain[index - 4] for index, word in enumerate(problem.chain) if word.startswith("#")][31:]
-        assert len(set(states)) >= 5
+        states = [problem.prompt[-1], *problem.chain[7::8]][32:]
+        assert len(states) == 32 and len(set(states)) >= 5

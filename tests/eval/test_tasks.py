@@ -329,7 +329,7 @@ def test_generated_families(family):
     assert longest + 8 <= task.max_new_tokens <= longest + tasks.MARGIN
     assert not task.chat and task.samples == 1
     chain = FAMILIES[family](3)
-    assert [*problems[3].prompt.split(), *problems[3].answer.split(), "<eos>"] == [*chain.prompt, *chain.chain]
+    assert [*problems[3].prompt.split(), *problems[3].answer.split()] == [*chain.prompt, *chain.chain]
 
 
 def test_generated_seeds():
