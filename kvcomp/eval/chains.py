@@ -1,9 +1,10 @@
 """Generated problems with one right chain of thought each, for small models: `registers` and `derivations`.
 
 Both are written so that the rows really needed at any time fit in a quarter of the text, that facts of the prompt and
-facts written on the way are read again at irregular distances, and that every token to predict follows a copy of its
-key. They differ in kind: registers are overwritten all the time; derived values never change, stand among definitions
-that are used once and distractors that are never used, and are restated when they are used.
+facts written on the way are read again at irregular distances, and that every token that must be looked up follows a
+copy of its key: a name and a mark, such as `a even`, of which the newest copy is right. They differ in kind: registers
+are overwritten all the time; derived values never change, stand among definitions that are used once and distractors
+that are never used, and are restated when they are used.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import TypeAlias
 NAMES = [chr(ord("a") + i) for i in range(24)]
 NUMBERS = [str(i) for i in range(32)]
 CONSTANTS = [f"+{i}" for i in range(10)]
-MARKS = ["registers", "derivations", "start", "given", "then", "go", "GO", "even", "odd"]
-WORDS = ["<pad>", "<bos>", "<eos>", *NAMES, *(name.upper() for name in NAMES), *NUMBERS, *CONSTANTS, *MARKS]
-"""The whole vocabulary; words are separated by one space. `<bos>` begins a prompt. A chain is cut off
-after its steps: a model that counts them attends to all rows evenly, and no small cache can keep those."""
+MARKS = ["registers", "derivations", "start", "given", "go", "then", "plus", "=", "even", "odd"]
+WORDS = ["<pad>", "<bos>", "<eos>", *NAMES, *NUMBERS, *CONSTANTS, *MARKS]
+"""The whole vocabulary; words are separated by one space. `<bos>` begins a prompt. A chain is cut off after its steps:
+a model that counts them attends to all rows evenly, and no small cache can keep those."""
 TRAINING = 1_000_000
 """Seeds from here on are for training a model, those below for judging it."""
 
@@ -35,12 +36,12 @@ class Chain:
     chain: list[str]
 
 
-def registers(seed: int, steps: int = 64, rules: int = 10, count: int = 6) -> Chain:
+def registers(seed: int, steps: int = 50, rules: int = 9, count: int = 6) -> Chain:
     """A register machine of `rules` states (at most 10) and `count` registers modulo 10, run for `steps` steps.
 
-    A rule is `state constant register STATE even state STATE odd state`; a step is `state constant register old
-    register new STATE parity`. The parity of the new value picks the next state. No two rules have the same constant,
-    and the last half of the chain visits half of the states at least.
+    A rule is `state plus constant register state even state state odd state`; a step is `state plus constant register =
+    old register = new state parity`. The parity of the new value picks the next state. No two rules have the same
+    constant, and the last half of the chain visits half of the states at least.
     """
     draw = random.Random(f"registers {seed}")
     while True:
@@ -56,9 +57,9 @@ def registers(seed: int, steps: int = 64, rules: int = 10, count: int = 6) -> Ch
             break
     prompt = ["<bos>", "registers"]
     for name, (register, constant, even, odd) in table.items():
-        prompt += [name, f"+{constant}", register, name.upper(), "even", even, name.upper(), "odd", odd]
+        prompt += [name, "plus", f"+{constant}", register, name, "even", even, name, "odd", odd]
     for register, value in held.items():
-        prompt += [register, str(value)]
+        prompt += [register, "=", str(value)]
     return Chain([*prompt, "start", start], chain[1:])
 
 
@@ -68,19 +69,20 @@ def _run(table: dict[str, Rule], held: dict[str, int], state: str, steps: int) -
     for _ in range(steps):
         register, constant, even, odd = table[state]
         old, new = held[register], (held[register] + constant) % 10
-        chain += [state, f"+{constant}", register, str(old), register, str(new), state.upper(), _parity(new)]
+        chain += [state, "plus", f"+{constant}", register, "=", str(old), register, "=", str(new), state, _parity(new)]
         visited.append(state)
         state, held[register] = (odd if new % 2 else even), new
     return chain if 2 * len(set(visited[steps // 2 :])) >= len(table) else []
 
 
-def derivations(seed: int, steps: int = 72, count: int = 10, distractors: int = 5) -> Chain:
+def derivations(seed: int, steps: int = 60, count: int = 9, distractors: int = 3) -> Chain:
     """`count` values derived from one given value in dependency order, then a walk of `steps` steps over them.
 
-    A definition is `NAME then name constant`, in random order, among `distractors` whose base is never known; the last
-    one leads to `go`. A link is `NAME even name NAME odd name`. The chain first derives every value modulo 32, each
-    step `NAME then name constant name value`, then walks: a step is `name value total new NAME parity`. There
-    `new = total + value` modulo 32, and its parity picks the next name. No pair of name and total comes twice.
+    A definition is `name then name name plus constant`, in random order, among `distractors` whose base is never known;
+    the last one leads to `go`. A link is `name even name name odd name`. The chain first derives every value modulo 32,
+    each step `name then name name plus constant name = value`, then walks: a step is `name = value total new name
+    parity`. There `new = total + value` modulo 32, and its parity picks the next name. No pair of name and total comes
+    twice.
     """
     draw = random.Random(f"derivations {seed}")
     while True:
@@ -98,14 +100,14 @@ def derivations(seed: int, steps: int = 72, count: int = 10, distractors: int = 
     useless = [(base, draw.randrange(1, 5), name) for base, name in zip(unknown[::2], unknown[1::2], strict=True)]
     prompt = ["<bos>", "derivations"]
     for base, constant, name in draw.sample(defined + useless, count + distractors):
-        prompt += [base.upper(), "then", name, f"+{constant}"]
+        prompt += [base, "then", name, base, "plus", f"+{constant}"]
     for name, (even, odd) in draw.sample(list(links.items()), len(links)):
-        prompt += [name.upper(), "even", even, name.upper(), "odd", odd]
-    prompt += ["given", known[0], str(value[known[0]]), known[0].upper(), "then"]
+        prompt += [name, "even", even, name, "odd", odd]
+    prompt += ["given", known[0], "=", str(value[known[0]]), known[0], "then"]
     chain = []
     for base, constant, name in defined:
-        chain += [base.upper(), "then", name, f"+{constant}", name, str(value[name])]
-    return Chain(prompt, [*chain[2:], "GO", _parity(value["go"]), *walk])
+        chain += [base, "then", name, base, "plus", f"+{constant}", name, "=", str(value[name])]
+    return Chain(prompt, [*chain[2:], "go", _parity(value["go"]), *walk])
 
 
 def _parity(number: int) -> str:
@@ -121,7 +123,7 @@ def _walk(value: dict[str, int], links: dict[str, list[str]], steps: int) -> lis
             return []
         seen.add((name, total))
         new = (total + value[name]) % 32
-        words += [name, str(value[name]), str(total), str(new), name.upper(), _parity(new)]
+        words += [name, "=", str(value[name]), str(total), str(new), name, _parity(new)]
         total, name = new, links[name][new % 2]
     return words
 
