@@ -69,8 +69,8 @@ def problem(family: str, seed: int, level: int) -> Chain:
     """A problem of `level` 0 (small) to `LEVELS - 1` (the whole size)."""
     small = LEVELS - 1 - level
     if family == "registers":
-        return registers(seed, steps=50 - 5 * small, rules=max(9 - small, 3), count=6 - small // 2)
-    return derivations(seed, steps=60 - 6 * small, count=max(9 - small, 3), distractors=3 - small // 3)
+        return registers(seed, steps=54 - 5 * small, rules=10 - small, count=6 - small // 2)
+    return derivations(seed, steps=72 - 7 * small, count=10 - small, distractors=5 - small // 2)
 
 
 def batch(number: int, level: int) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ class Schedule:
 
 def train(
     out: Annotated[Path, typer.Option(help="Folder of the model; checkpoint.pt lies beside it while training.")],
-    final: Annotated[int, typer.Option(help="Batches of problems of the whole size.")] = 1000,
+    final: Annotated[int, typer.Option(help="Batches of problems of the whole size.")] = 900,
     minutes: Annotated[float, typer.Option(help="Stop after this time; the same command goes on.")] = 60.0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
 ) -> None:
