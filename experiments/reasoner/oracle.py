@@ -48,34 +48,33 @@ def needed_until(chain: Chain, family: str) -> list[int]:
 
 def _registers(words: list[str], begin: int, until: list[int]) -> None:
     """Rules always; a register and its value until it is next read."""
-    rules_end = max(index for index in range(begin) if words[index] == "odd") + 2
+    rules_end = next(index for index in range(2, begin) if words[index + 1].isdigit())
     until[2:rules_end] = [FOREVER] * (rules_end - 2)
     last = {words[index]: index for index in range(rules_end, begin - 2, 2)}
-    for step in range(begin - 1, len(words), 8):  # state constant register old register new STATE parity
+    for step in range(begin, len(words), 10):  # state REGISTER register old state+ constant register new state0 STATE
         register = words[step + 2]
         _need(until, last[register], 2, step + 3)
-        last[register] = step + 4
+        last[register] = step + 6
 
 
 def _derivations(words: list[str], begin: int, until: list[int]) -> None:
     """Links always; a definition until it is used; a name and its value where they were derived, until they are last
     read, and where they were restated, until the next time: a model may read either."""
-    first_link = next(index for index in range(begin) if words[index] == "even") - 1
+    first_link = next(index for index in range(2, begin) if words[index][1:] == "0")
     given = words.index("given")
     until[first_link:given] = [FOREVER] * (given - first_link)
     definitions = {words[index]: index for index in range(2, first_link, 4)}
     derived = {words[given + 1]: given + 1}
-    step = begin - 2
-    while words[step] != "GO":  # NAME then name constant name value
+    walk = words.index("GO", begin) + 5
+    for step in range(begin, walk, 6):  # name> NAME name+ constant name value
         _need(until, definitions[words[step]], 4, step + 3)
-        derived[words[step + 2]] = step + 4
-        step += 6
+        derived[words[step + 4]] = step + 4
     last = dict(derived)
-    for place in range(step + 2, len(words), 6):  # name value total new NAME parity
-        name = words[place]
+    for step in range(walk, len(words), 6):  # name0 NAME name value total new
+        name = words[step + 2]
         for row in (derived[name], last[name]):
-            _need(until, row, 2, place + 1)
-        last[name] = place
+            _need(until, row, 2, step + 3)
+        last[name] = step + 2
 
 
 def _need(until: list[int], start: int, count: int, position: int) -> None:

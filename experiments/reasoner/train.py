@@ -69,8 +69,8 @@ def problem(family: str, seed: int, level: int) -> Chain:
     """A problem of `level` 0 (small) to `LEVELS - 1` (the whole size)."""
     small = LEVELS - 1 - level
     if family == "registers":
-        return registers(seed, steps=54 - 5 * small, rules=10 - small, count=6 - small // 2)
-    return derivations(seed, steps=72 - 7 * small, count=10 - small, distractors=5 - small // 2)
+        return registers(seed, steps=62 - 6 * small, rules=10 - small, count=6 - small // 2)
+    return derivations(seed, steps=64 - 6 * small, count=10 - small, distractors=5 - small // 2)
 
 
 def batch(number: int, level: int) -> tuple[Tensor, Tensor]:
