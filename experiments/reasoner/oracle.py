@@ -48,33 +48,38 @@ def needed_until(chain: Chain, family: str) -> list[int]:
 
 def _registers(words: list[str], begin: int, until: list[int]) -> None:
     """Rules always; a register and its value until it is next read."""
-    rules_end = next(index for index in range(2, begin) if words[index + 1].isdigit())
+    rules_end = max(index for index in range(begin) if words[index] == "odd") + 2
     until[2:rules_end] = [FOREVER] * (rules_end - 2)
     last = {words[index]: index for index in range(rules_end, begin - 2, 2)}
-    for step in range(begin, len(words), 10):  # state REGISTER register old state+ constant register new state0 STATE
-        register = words[step + 2]
-        _need(until, last[register], 2, step + 3)
-        last[register] = step + 6
+    for step in _counters(words):  # register old #step register new
+        register = words[step - 2]
+        _need(until, last[register], 2, step - 1)
+        last[register] = step + 1
 
 
 def _derivations(words: list[str], begin: int, until: list[int]) -> None:
     """Links always; a definition until it is used; a name and its value where they were derived, until they are last
     read, and where they were restated, until the next time: a model may read either."""
-    first_link = next(index for index in range(2, begin) if words[index][1:] == "0")
+    first_link = next(index for index in range(begin) if words[index] == "even") - 1
     given = words.index("given")
     until[first_link:given] = [FOREVER] * (given - first_link)
     definitions = {words[index]: index for index in range(2, first_link, 4)}
     derived = {words[given + 1]: given + 1}
-    walk = words.index("GO", begin) + 5
-    for step in range(begin, walk, 6):  # name> NAME name+ constant name value
-        _need(until, definitions[words[step]], 4, step + 3)
-        derived[words[step + 4]] = step + 4
+    index = begin - 2
+    while words[index + 3].startswith("+"):  # NAME then name constant name value
+        _need(until, definitions[words[index]], 4, index + 3)
+        derived[words[index + 2]] = index + 4
+        index += 6
     last = dict(derived)
-    for step in range(walk, len(words), 6):  # name0 NAME name value total new
-        name = words[step + 2]
+    for step in _counters(words):  # name value #step
+        name = words[step - 2]
         for row in (derived[name], last[name]):
-            _need(until, row, 2, step + 3)
-        last[name] = step + 2
+            _need(until, row, 2, step - 1)
+        last[name] = step - 2
+
+
+def _counters(words: list[str]) -> list[int]:
+    return [index for index, word in enumerate(words) if word.startswith("#")]
 
 
 def _need(until: list[int], start: int, count: int, position: int) -> None:

@@ -42,14 +42,17 @@ def reasoner(random_reasoner):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_value_is_read_from_rows_that_the_oracle_still_needs(family):
     """The value of a name stands after the last place where a value follows the name."""
-    begin, stride = {"registers": (2, 10), "derivations": (62, 6)}[family]
+    reads = 0
     for seed in range(10):
         chain = FAMILIES[family](seed)
         words, until = chain.prompt + chain.chain, oracle.needed_until(chain, family)
-        for position in range(len(chain.prompt) + begin, len(words) - 1, stride):
-            name, value = words[position : position + 2]
-            held = [j for j in range(position) if words[j] == name and words[j + 1].isdigit()][-1]
-            assert words[held + 1] == value and min(until[held : held + 2]) >= position + 1
+        for position in range(len(chain.prompt) + 60, len(words) - 1):
+            if words[position + 1].startswith("#"):  # name value #step
+                name, value = words[position - 1 : position + 1]
+                held = [j for j in range(position - 1) if words[j] == name and words[j + 1].isdigit()][-1]
+                assert words[held + 1] == value and min(until[held : held + 2]) >= position
+                reads += 1
+    assert reads > 500
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,7 +86,7 @@ def test_every_point_of_every_study_can_be_built():
         names = [(point.name, point.fraction, point.quantizer) for point in points()]
         assert len(set(names)) == len(names), study
         for point in points():
-            for length in (636, 601):  # of both families
+            for length in (663, 639):  # of both families
                 compressor, budget = point.compressor(length), int(length * point.fraction)
                 assert compressor is None or compressor.budget in (None, budget)
 
