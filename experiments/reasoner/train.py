@@ -69,8 +69,8 @@ def problem(family: str, seed: int, level: int) -> Chain:
     """A problem of `level` 0 (small) to `LEVELS - 1` (the whole size)."""
     small = LEVELS - 1 - level
     if family == "registers":
-        return registers(seed, steps=62 - 6 * small, rules=10 - small, count=6 - small // 2)
-    return derivations(seed, steps=64 - 6 * small, count=10 - small, distractors=5 - small // 2)
+        return registers(seed, steps=66 - 6 * small, rules=10 - small, count=6 - small // 2)
+    return derivations(seed, steps=76 - 7 * small, count=10 - small, distractors=5 - small // 2)
 
 
 def batch(number: int, level: int) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ class Schedule:
 
 def train(
     out: Annotated[Path, typer.Option(help="Folder of the model; checkpoint.pt lies beside it while training.")],
-    final: Annotated[int, typer.Option(help="Batches of problems of the whole size.")] = 900,
+    final: Annotated[int, typer.Option(help="Batches of problems of the whole size.")] = 800,
     minutes: Annotated[float, typer.Option(help="Stop after this time; the same command goes on.")] = 60.0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
 ) -> None:

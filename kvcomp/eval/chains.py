@@ -1,9 +1,11 @@
 """Generated problems with one right chain of thought each, for small models: `registers` and `derivations`.
 
 Both are written so that the rows really needed at any time fit in a quarter of the text, that facts of the prompt and
-facts written on the way are read again at irregular distances, and that every token to predict follows a copy of its
-key. They differ in kind: registers are overwritten all the time; derived values never change, stand among definitions
-that are used once and distractors that are never used, and are restated when they are used.
+facts written on the way are read again at irregular distances, and that every token that must be looked up stands right
+behind a copy of its key, one word: a name before its constant or value, `a>` before what is derived from it, `a0` and
+`a1` before what follows if a result is even or odd. They differ in kind: registers are overwritten all the time;
+derived values never change, stand among definitions that are used once and distractors that are never used, and are
+restated when they are used.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ NAMES = [chr(ord("a") + i) for i in range(24)]
 NUMBERS = [str(i) for i in range(32)]
 CONSTANTS = [f"+{i}" for i in range(10)]
 COUNTERS = [f"#{i}" for i in range(10)]
-MARKS = ["registers", "derivations", "start", "given", "then", "go", "GO", "even", "odd", "carry"]
-WORDS = ["<pad>", "<bos>", "<eos>", *NAMES, *(name.upper() for name in NAMES), *NUMBERS, *CONSTANTS, *COUNTERS, *MARKS]
+MARKS = ["registers", "derivations", "start", "given", "carry"]
+FORMS = [name + end for name in [*NAMES, "go"] for end in ("", ">", "0", "1")]
+WORDS = ["<pad>", "<bos>", "<eos>", *FORMS, *NUMBERS, *CONSTANTS, *COUNTERS, *MARKS]
 """The whole vocabulary; words are separated by one space. `<bos>` begins a prompt. A chain is cut off
 where the shortest one ends. Steps are counted modulo 10: to count them all, a model attends to all rows evenly, and no
 small cache can keep those."""
@@ -37,12 +40,12 @@ class Chain:
     chain: list[str]
 
 
-def registers(seed: int, steps: int = 62, rules: int = 10, count: int = 6) -> Chain:
+def registers(seed: int, steps: int = 66, rules: int = 10, count: int = 6) -> Chain:
     """A register machine of `rules` states (at most 10) and `count` registers modulo 10, run for `steps` steps.
 
-    A rule is `state constant register STATE even state STATE odd state`; a step is `state constant register old #step
-    register new STATE parity`, with `carry` after a new value that wrapped. The parity of the new value picks the next
-    state. No two rules have the same constant, and the last half of the chain visits half of the states at least.
+    A rule is `state constant register state0 state state1 state`; a step is `state constant register old #step register
+    new state0`, or `state1` if the new value is odd, with `carry` after a new value that wrapped. No two rules have the
+    same constant, and the last half of the chain visits half of the states at least.
     """
     draw = random.Random(f"registers {seed}")
     while True:
@@ -58,10 +61,10 @@ def registers(seed: int, steps: int = 62, rules: int = 10, count: int = 6) -> Ch
             break
     prompt = ["<bos>", "registers"]
     for name, (register, constant, even, odd) in table.items():
-        prompt += [name, f"+{constant}", register, name.upper(), "even", even, name.upper(), "odd", odd]
+        prompt += [name, f"+{constant}", register, f"{name}0", even, f"{name}1", odd]
     for register, value in held.items():
         prompt += [register, str(value)]
-    return Chain([*prompt, "start", start], chain[1 : 9 * steps])
+    return Chain([*prompt, "start", start], chain[1 : 8 * steps])
 
 
 def _run(table: dict[str, Rule], held: dict[str, int], state: str, steps: int) -> list[str]:
@@ -71,20 +74,19 @@ def _run(table: dict[str, Rule], held: dict[str, int], state: str, steps: int) -
         register, constant, even, odd = table[state]
         old, new = held[register], (held[register] + constant) % 10
         chain += [state, f"+{constant}", register, str(old), f"#{step % 10}", register, str(new)]
-        chain += [*_carry(old + constant, 10), state.upper(), _parity(new)]
+        chain += [*_carry(old + constant, 10), f"{state}{new % 2}"]
         visited.append(state)
         state, held[register] = (odd if new % 2 else even), new
     return chain if 2 * len(set(visited[steps // 2 :])) >= len(table) else []
 
 
-def derivations(seed: int, steps: int = 64, count: int = 10, distractors: int = 5) -> Chain:
+def derivations(seed: int, steps: int = 76, count: int = 10, distractors: int = 5) -> Chain:
     """`count` values derived from one given value in dependency order, then a walk of `steps` steps over them.
 
-    A definition is `NAME then name constant`, in random order, among `distractors` whose base is never known; the last
-    one leads to `go`. A link is `NAME even name NAME odd name`. The chain first derives every value modulo 32, each
-    step `NAME then name constant name value`, then walks: a step is `name value #step total new NAME parity`, `carry`
-    as above. There `new = total + value` modulo 32, and its parity picks the next name. No pair of name and total comes
-    twice.
+    A definition is `name> name constant`, in random order, among `distractors` whose base is never known; the last one
+    leads to `go`. A link is `name0 name name1 name`. The chain first derives every value modulo 32, each step `name>
+    name constant name value`, then walks: a step is `name value #step total new name0`, or `name1` if the new total is
+    odd, `carry` as above, where `new = total + value` modulo 32. No pair of name and total comes twice.
     """
     draw = random.Random(f"derivations {seed}")
     while True:
@@ -102,24 +104,20 @@ def derivations(seed: int, steps: int = 64, count: int = 10, distractors: int = 
     useless = [(base, draw.randrange(1, 5), name) for base, name in zip(unknown[::2], unknown[1::2], strict=True)]
     prompt = ["<bos>", "derivations"]
     for base, constant, name in draw.sample(defined + useless, count + distractors):
-        prompt += [base.upper(), "then", name, f"+{constant}"]
+        prompt += [f"{base}>", name, f"+{constant}"]
     for name, (even, odd) in draw.sample(list(links.items()), len(links)):
-        prompt += [name.upper(), "even", even, name.upper(), "odd", odd]
-    prompt += ["given", known[0], str(value[known[0]]), known[0].upper(), "then"]
+        prompt += [f"{name}0", even, f"{name}1", odd]
+    prompt += ["given", known[0], str(value[known[0]])]
     chain = []
     for base, constant, name in defined:
-        chain += [base.upper(), "then", name, f"+{constant}", name, str(value[name])]
-    chain += ["GO", _parity(value["go"]), *walk]
-    return Chain(prompt, chain[2 : 6 * count + 7 * steps])
+        chain += [f"{base}>", name, f"+{constant}", name, str(value[name])]
+    chain += [f"go{value['go'] % 2}", *walk]
+    return Chain(prompt, chain[: 5 * count + 6 * steps])
 
 
 def _carry(total: int, modulus: int) -> list[str]:
     """A word more where a sum wraps: steps of different lengths, so that nothing is found by counting words back."""
     return ["carry"] if total >= modulus else []
-
-
-def _parity(number: int) -> str:
-    return "odd" if number % 2 else "even"
 
 
 def _walk(value: dict[str, int], links: dict[str, list[str]], steps: int) -> list[str]:
@@ -132,7 +130,7 @@ def _walk(value: dict[str, int], links: dict[str, list[str]], steps: int) -> lis
         seen.add((name, total))
         new = (total + value[name]) % 32
         words += [name, str(value[name]), f"#{step % 10}", str(total), str(new)]
-        words += [*_carry(total + value[name], 32), name.upper(), _parity(new)]
+        words += [*_carry(total + value[name], 32), f"{name}{new % 2}"]
         total, name = new, links[name][new % 2]
     return words
 
