@@ -48,7 +48,7 @@ def needed_until(chain: Chain, family: str) -> list[int]:
 
 def _registers(words: list[str], begin: int, until: list[int]) -> None:
     """Rules always; a register and its value until it is next read."""
-    rules_end = max(index for index in range(begin) if words[index] == "odd") + 2
+    rules_end = next(index for index in range(2, begin) if words[index + 1].isdigit())
     until[2:rules_end] = [FOREVER] * (rules_end - 2)
     last = {words[index]: index for index in range(rules_end, begin - 2, 2)}
     for step in _counters(words):  # register old #step register new
@@ -60,16 +60,16 @@ def _registers(words: list[str], begin: int, until: list[int]) -> None:
 def _derivations(words: list[str], begin: int, until: list[int]) -> None:
     """Links always; a definition until it is used; a name and its value where they were derived, until they are last
     read, and where they were restated, until the next time: a model may read either."""
-    first_link = next(index for index in range(begin) if words[index] == "even") - 1
+    first_link = next(index for index in range(2, begin) if words[index][1:] == "0")
     given = words.index("given")
     until[first_link:given] = [FOREVER] * (given - first_link)
-    definitions = {words[index]: index for index in range(2, first_link, 4)}
+    definitions = {words[index]: index for index in range(2, first_link, 3)}
     derived = {words[given + 1]: given + 1}
-    index = begin - 2
-    while words[index + 3].startswith("+"):  # NAME then name constant name value
-        _need(until, definitions[words[index]], 4, index + 3)
-        derived[words[index + 2]] = index + 4
-        index += 6
+    step = begin
+    while words[step] in definitions:  # name> name constant name value
+        _need(until, definitions[words[step]], 3, step + 2)
+        derived[words[step + 3]] = step + 3
+        step += 5
     last = dict(derived)
     for step in _counters(words):  # name value #step
         name = words[step - 2]

@@ -11,56 +11,51 @@ def registers(prompt):
     """The chain of a register machine, from the words of its prompt."""
     rules, held, index = {}, {}, 2
     while prompt[index + 1].startswith("+"):
-        state, constant, register, again, even, if_even, third, odd, if_odd = prompt[index : index + 9]
-        assert (state.upper(), state.upper(), "even", "odd") == (again, third, even, odd)
-        rules[state] = (register, int(constant), {"even": if_even, "odd": if_odd})
-        index += 9
+        state, constant, register, even, if_even, odd, if_odd = prompt[index : index + 7]
+        assert (f"{state}0", f"{state}1") == (even, odd)
+        rules[state] = (register, int(constant), (if_even, if_odd))
+        index += 7
     while prompt[index] != "start":
         held[prompt[index]] = int(prompt[index + 1])
         index += 2
     state = prompt[index + 1]
     words = [state]
-    for step in range(62):
+    for step in range(66):
         register, constant, following = rules[state]
         new = (held[register] + constant) % 10
-        parity = ["even", "odd"][new % 2]
         words += [f"+{constant}", register, str(held[register]), f"#{step % 10}", register, str(new)]
-        words += ["carry"] * (held[register] + int(constant) > 9) + [state.upper(), parity]
-        held[register], state = new, following[parity]
+        words += ["carry"] * (held[register] + int(constant) > 9) + [f"{state}{new % 2}"]
+        held[register], state = new, following[new % 2]
         words.append(state)
-    return words[1 : 9 * 62]
+    return words[1 : 8 * 66]
 
 
 def derivations(prompt):
     """The chain of a walk over derived values, from the words of its prompt."""
     definitions, links, index = {}, {}, 2
-    while prompt[index + 3].startswith("+"):
-        base, then, name, constant = prompt[index : index + 4]
-        assert then == "then"
-        definitions[base.lower()] = (name, constant)
-        index += 4
+    while prompt[index].endswith(">"):
+        key, name, constant = prompt[index : index + 3]
+        definitions[key[:-1]] = (name, constant)
+        index += 3
     while prompt[index] != "given":
-        name, even, if_even, again, odd, if_odd = prompt[index : index + 6]
-        assert (name, "even", "odd") == (again, even, odd)
-        links[name.lower()] = {"even": if_even, "odd": if_odd}
-        index += 6
-    name, value, first, then = prompt[index + 1 :]
-    assert (name.upper(), "then") == (first, then)
+        links[prompt[index]] = prompt[index + 1]
+        index += 2
+    name, value = prompt[index + 1 :]
     values, words = {name: int(value)}, []
     while name != "go":
         following, constant = definitions[name]
         values[following] = (values[name] + int(constant)) % 32
-        words += [name.upper(), "then", following, constant, following, str(values[following])]
+        words += [f"{name}>", following, constant, following, str(values[following])]
         name = following
     total = values["go"]
-    words += ["GO", ["even", "odd"][total % 2]]
-    for step in range(64):
-        name = links[name][words[-1]]
+    words.append(f"go{total % 2}")
+    for step in range(76):
+        name = links[words[-1]]
         new = (total + values[name]) % 32
         words += [name, str(values[name]), f"#{step % 10}", str(total), str(new)]
-        words += ["carry"] * (total + values[name] > 31) + [name.upper(), ["even", "odd"][new % 2]]
+        words += ["carry"] * (total + values[name] > 31) + [f"{name}{new % 2}"]
         total = new
-    return words[2 : 6 * 10 + 7 * 64]
+    return words[: 5 * 10 + 6 * 76]
 
 
 SOLVERS = {"registers": registers, "derivations": derivations}
