@@ -10,6 +10,7 @@ where they look at any, and compress every `interval` tokens; R-KV keeps the win
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -116,13 +117,13 @@ def main_table() -> list[Point]:
     return [FULL, *(method(name, pinned) for name in METHODS for pinned in (False, True)), ORACLE]
 
 
-SWEPT = ("vase-attnv", "vase-dkv", "snapkv", "rkv-simplified", "curdkv", "random")
+SWEPT = ("vase-attnv", "vase-dkv", "snapkv", "rkv-simplified", "curdkv", "expected-attention", "random")
 
 
 def sweep() -> list[Point]:
-    """A half to a sixteenth of the rows."""
-    points = [method(name) for name in SWEPT] + [ORACLE]
-    return [replace(point, fraction=fraction) for fraction in (1 / 2, 1 / 3, 1 / 4, 1 / 6, 1 / 8) for point in points]
+    """A half to a quarter of the rows."""
+    points = [*(method(name) for name in SWEPT), method("random", protect_prompt=True), ORACLE]
+    return [replace(point, fraction=fraction) for fraction in (1 / 2, 3 / 8, 1 / 4) for point in points]
 
 
 QUANTIZERS = ("", "k8v4 recent=16", "int4 recent=16", "int4 rotated recent=16")
@@ -131,9 +132,9 @@ QUANTIZERS = ("", "k8v4 recent=16", "int4 recent=16", "int4 rotated recent=16")
 def front() -> list[Point]:
     """Eviction, quantization, and both: accuracy against bytes."""
     points = [replace(FULL, quantizer=quantizer, name=f"full {quantizer}".strip()) for quantizer in QUANTIZERS]
-    for name in ("vase-attnv", "snapkv"):
+    for name in ("vase-attnv", "rkv-simplified"):
         base = method(name)
-        for fraction in (1 / 2, 1 / 3, 1 / 4, 1 / 6):
+        for fraction in (3 / 4, 1 / 2, 1 / 4):
             points += [replace(base, fraction=fraction, quantizer=quantizer) for quantizer in QUANTIZERS]
     return points
 
@@ -165,6 +166,10 @@ class Reasoner:
         first = self.work[family][0]
         return len(first.ids) + len(first.problem.answer.split())
 
+    def answers(self, family: str) -> dict[str, str]:
+        """The right chain of each problem."""
+        return {one.problem.id: one.problem.answer for one in self.work[family]}
+
     def solve(self, point: Point, family: str, seed: int) -> list[Record]:
         """One record a problem."""
         if point.oracle:
@@ -180,14 +185,18 @@ class Reasoner:
         for start in range(0, len(self.work[family]), BATCH):
             batch = self.work[family][start : start + BATCH]
             ids, begin = torch.tensor([one.ids for one in batch]), time.perf_counter()
-            oracle = Oracle(budget, until([_chain(one) for one in batch], family), recent=RECENT)
+            oracle = Oracle(budget, until([_chain(one) for one in batch]), recent=RECENT)
             how = Decoding(oracle, INTERVAL, task.max_new_tokens)
             for done in decode(self.model, ids, [one.problem.id for one in batch], set(), how):
                 yield run.record(task, batch[done.row], done, self.tokenizer, time.perf_counter() - begin)
 
 
-def row(point: Point, family: str, seed: int, length: int, records: list[Record]) -> dict[str, Any]:
-    """A line of the results; `right` has a 1 for each problem solved, in the order of the seeds, for paired tests."""
+def row(
+    point: Point, family: str, seed: int, length: int, records: list[Record], answers: dict[str, str]
+) -> dict[str, Any]:
+    """A line of the results, for paired tests with a figure for each problem, in the order of the seeds: `right` has a
+    1 for one that is solved, `before` the share of its chain before the first wrong word. `answers`: right chains."""
+    records = sorted(records, key=_number)
     return {
         "name": point.name,
         "family": family,
@@ -197,8 +206,16 @@ def row(point: Point, family: str, seed: int, length: int, records: list[Record]
         "seed": seed,
         "compressor": "oracle" if point.oracle else repr(point.compressor(length)),
         **asdict(Summary.of(records)),
-        "right": "".join(str(int(record.correct)) for record in sorted(records, key=_number)),
+        "right": "".join(str(int(record.correct)) for record in records),
+        "before": [round(before(record.completion, answers[record.problem]), 4) for record in records],
     }
+
+
+def before(completion: str, answer: str) -> float:
+    """The share of the words of `answer` before the first one that `completion` has not."""
+    wanted = answer.split()
+    pairs = itertools.zip_longest(completion.split()[: len(wanted)], wanted)
+    return next((index for index, (said, word) in enumerate(pairs) if said != word), len(wanted)) / len(wanted)
 
 
 def _chain(one: run.Work) -> Chain:
@@ -231,7 +248,8 @@ def main(
         line = bar.add_task(study.value, total=len(jobs))
         for point, family, seed in jobs:
             bar.update(line, description=f"{study.value}: {point.name}, {family}")
-            rows.append(row(point, family, seed, reasoner.length(family), reasoner.solve(point, family, seed)))
+            records, answers = reasoner.solve(point, family, seed), reasoner.answers(family)
+            rows.append(row(point, family, seed, reasoner.length(family), records, answers))
             bar.advance(line)
     settings: dict[str, Any] = {
         "model": model, "problems": problems, "first": first, "seeds": seeds, "dtype": dtype,

@@ -37,8 +37,8 @@ class Claim:
     source: str
 
     def measured(self, found: Points) -> Difference:
-        """Here, paired."""
-        return found.minus(_key(self.first), _key(self.second))
+        """Here, paired, of the share of a chain before the first error."""
+        return found.minus(_key(self.first), _key(self.second), "before")
 
     def verdict(self, found: Points) -> str:
         """Whether the interval of the difference lies on the side that was published."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from machine import RESULTS
@@ -14,6 +14,7 @@ from kvcomp.eval.stats import Difference, difference
 Row: TypeAlias = dict[str, Any]
 Key: TypeAlias = tuple[str, float, str]
 """Name, fraction of the rows, quantizer."""
+Figure: TypeAlias = Literal["right", "before"]
 
 FULL: Key = ("full cache", 1.0, "")
 RANDOM: Key = ("random + prompt", 0.25, "")
@@ -34,27 +35,27 @@ class Points:
         for row in data["rows"]:
             self.rows[(row["name"], row["fraction"], row["quantizer"])].append(row)
 
-    def scores(self, key: Key, family: str | None = None) -> dict[str, float]:
-        """The share of seeds that solve each problem."""
-        right: dict[str, list[int]] = defaultdict(list)
+    def scores(self, key: Key, family: str | None = None, figure: Figure = "right") -> dict[str, float]:
+        """By problem, mean over the seeds: whether it is solved, or the share of its chain before the first error."""
+        found: dict[str, list[float]] = defaultdict(list)
         for row in self.rows[key]:
             if family in (None, row["family"]):
-                for number, bit in enumerate(row["right"]):
-                    right[f"{row['family']}-{number}"].append(int(bit))
-        return {problem: float(np.mean(bits)) for problem, bits in right.items()}
+                for number, value in enumerate(row[figure]):
+                    found[f"{row['family']}-{number}"].append(float(value))
+        return {problem: float(np.mean(values)) for problem, values in found.items()}
 
-    def accuracy(self, key: Key, family: str | None = None) -> tuple[float, float]:
+    def accuracy(self, key: Key, family: str | None = None, figure: Figure = "right") -> tuple[float, float]:
         """Mean and its standard error over problems."""
-        values = np.array(list(self.scores(key, family).values()))
+        values = np.array(list(self.scores(key, family, figure).values()))
         return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
 
     def mean(self, key: Key, figure: str) -> float:
         """Of a figure of the rows."""
         return float(np.mean([row[figure] for row in self.rows[key]]))
 
-    def minus(self, key: Key, other: Key) -> Difference:
+    def minus(self, key: Key, other: Key, figure: Figure = "right") -> Difference:
         """The paired difference of two points over the problems of both families."""
-        return difference(self.scores(key), self.scores(other))
+        return difference(self.scores(key, figure=figure), self.scores(other, figure=figure))
 
 
 def points(change: Difference) -> str:

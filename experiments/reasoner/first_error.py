@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvcomp import CompressedCache
 from kvcomp.core import Compressor
+from kvcomp.eval.chains import NAMES
 from kvcomp.eval.run import Work
 from kvcomp.models import REASONER
 
@@ -115,10 +116,10 @@ def _loss(reasoner: Reasoner, one: Work, ids: Tensor, wrong: tuple[int, int, lis
 
 
 def kind(word: str) -> str:
-    """What a word of a chain is: a number, a constant, a counter, a name, or itself."""
+    """What a word of a chain is: a number, a constant, a counter, a name, a key, or itself."""
     if word.lstrip("#+").isdigit():
         return {"#": "counter", "+": "constant"}.get(word[0], "number")
-    return "name" if len(word) == 1 else word
+    return "name" if word in NAMES else "key" if word[:-1] in NAMES else word
 
 
 def main(

@@ -12,12 +12,13 @@ from page import figures
 from page.claims import Claim
 from page.points import Points
 from reasoner import first_error, oracle, train
-from reasoning import Reasoner, method
+from reasoning import Point, Reasoner, method
 
 from kvcomp.eval.chains import FAMILIES
 from kvcomp.eval.decode import Decoding, decode
 from kvcomp.eval.records import Record
 from kvcomp.evict import Random, StreamingLLM
+from kvcomp.models import REASONER
 
 PROBLEMS = 8
 
@@ -45,12 +46,12 @@ def test_every_value_is_read_from_rows_that_the_oracle_still_needs(family):
     reads = 0
     for seed in range(10):
         chain = FAMILIES[family](seed)
-        words, until = chain.prompt + chain.chain, oracle.needed_until(chain, family)
+        words, until = chain.prompt + chain.chain, oracle.needed_until(chain)
         for position in range(len(chain.prompt) + 60, len(words) - 1):
             if words[position + 1].startswith("#"):  # name value #step
                 name, value = words[position - 1 : position + 1]
                 held = [j for j in range(position - 1) if words[j] == name and words[j + 1].isdigit()][-1]
-                assert words[held + 1] == value and min(until[held : held + 2]) >= position
+                assert words[held + 1] == value and min(until[held : held + 2]) >= position - 1
                 reads += 1
     assert reads > 500
 
@@ -59,11 +60,27 @@ def test_every_value_is_read_from_rows_that_the_oracle_still_needs(family):
 def test_needed_rows_fit_in_a_quarter_beside_the_recent_ones(family):
     for seed in range(20):
         chain = FAMILIES[family](seed)
-        until = oracle.needed_until(chain, family)
+        until = oracle.needed_until(chain)
         budget = len(until) // 4
         for now in range(budget, len(until)):
             needed = sum(1 for row in range(now - reasoning.RECENT) if until[row] > now)
             assert needed + reasoning.RECENT + 4 <= budget
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """The published weights and a few problems."""
+    return Reasoner.load(REASONER, 700, 24, "float32")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_oracle_solves_most_of_what_the_full_cache_does_and_a_window_none(trained, family):
+    window = Point("window", lambda budget: StreamingLLM(budget, recent=reasoning.RECENT))
+    full, best, worst = (
+        sum(one.correct for one in trained.solve(point, family, 0))
+        for point in (reasoning.FULL, reasoning.ORACLE, window)
+    )
+    assert full >= 20 and best >= 12 and worst == 0
 
 
 def test_the_first_error_is_traced_to_a_row_that_was_evicted(reasoner):
@@ -96,14 +113,17 @@ def test_the_page_shows_what_the_results_say(reasoner, tmp_path, monkeypatch):
 
     def records():
         return [
-            Record(f"x-{seed}", 0, draw.random() < 0.5, None, True, False, 10, 1000, 1.0, "")
+            Record(f"x-{seed}", 0, draw.random() < 0.5, None, True, False, 10, 1000, 1.0, "a b c")
             for seed in range(PROBLEMS)
         ]
 
+    answers = {f"x-{seed}": "a b d d" for seed in range(PROBLEMS)}
     rows = [
-        reasoning.row(point, family, 0, reasoner.length(family), records()) for point in points for family in FAMILIES
+        reasoning.row(point, family, 0, reasoner.length(family), records(), answers)
+        for point in points
+        for family in FAMILIES
     ]
-    assert all(len(row["right"]) == PROBLEMS for row in rows)
+    assert all(len(row["right"]) == PROBLEMS and row["before"] == [0.5] * PROBLEMS for row in rows)
     found = Points({"rows": rows})
     table = readme.main_table(found)
     right = {point.name: sum(row["right"].count("1") for row in rows if row["name"] == point.name) for point in points}
@@ -125,8 +145,8 @@ def test_a_claim_is_judged_by_the_interval_of_the_difference(right, verdict):
     claim = Claim("better", "main", "snapkv", "full cache", 5.0, "somewhere")
     row = {"quantizer": "", "family": "registers"}
     rows = [
-        {**row, "name": "snapkv", "fraction": 0.25, "right": right},
-        {**row, "name": "full cache", "fraction": 1.0, "right": "0110" * 5},
+        {**row, "name": "snapkv", "fraction": 0.25, "before": right},
+        {**row, "name": "full cache", "fraction": 1.0, "before": "0110" * 5},
     ]
     found = Points({"rows": rows})
     assert claim.verdict(found) == verdict
