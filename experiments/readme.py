@@ -33,9 +33,9 @@ def table(head: list[str], rows: Iterable[list[str]]) -> str:
 def source(data: dict[str, Any]) -> str:
     """What a reader needs to run it again."""
     of, settings = data["provenance"], data["settings"]
-    how = "; ".join(f"{name} {value}" for name, value in settings.items())
+    how = "".join(f"{name} {value}; " for name, value in settings.items())
     return (
-        f"`{of['command']}`; {how}; commit {of['commit']}, {of['date']}, {of['processor']}, {of['threads']} thread, "
+        f"`{of['command']}`; {how}commit {of['commit']}, {of['date']}, {of['processor']}, {of['threads']} thread, "
         f"torch {of['torch']}."
     )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from page.points import Difference, Key, Points, points
+from kvcomp.eval.stats import Difference
+from page.points import Key, Points, points
 
 PILOT = {
     "Random": 53.2,

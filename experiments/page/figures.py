@@ -53,7 +53,6 @@ def accuracy(name: str, lines: dict[str, Line], label: str, full: float | None =
             axes.errorbar(x, y, error, label=line, marker=marker, markersize=4, linewidth=1, capsize=2)
         if full is not None:
             axes.axhline(full, color="black", linewidth=0.8, linestyle=":", label="full cache")
-        axes.set_xscale("log", base=2)
         axes.set(xlabel=label, ylabel="chains right, %", ylim=(-2, 102))
 
 

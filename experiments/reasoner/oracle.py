@@ -44,7 +44,9 @@ def needed_until(chain: Chain) -> list[int]:
     for a model may read either; with the two words before that one, by which a derived value is known already.
     """
     words = chain.prompt + chain.chain
-    until, since, newest = [-1] * len(words), {}, {}
+    until = [-1] * len(words)
+    since: dict[tuple[str, bool, bool], int] = {}
+    newest: dict[tuple[str, bool, bool], int] = {}
     for position, (word, following) in enumerate(itertools.pairwise(words)):
         if word not in KEYS:
             continue
