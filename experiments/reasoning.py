@@ -105,6 +105,8 @@ OWN_RECENT = ("rkv", "rkv-simplified", "h2o", "tova")
 def method(name: str, protect_prompt: bool = False) -> Point:
     """A method of `kvcomp.evict.METHODS` with the rows and the window that all share."""
     settings = {} if name in OWN_RECENT else WINDOWED if name in WITH_WINDOW else COMMON
+    if name == "h2o" and protect_prompt:
+        settings = COMMON  # half of the budget beside the prompt is more than there is
     if name == "rkv-simplified":
         build: Build = lambda b: replace(RKV.simplified(b, protect_prompt=protect_prompt), **WINDOWED)  # noqa: E731
     else:
@@ -165,6 +167,13 @@ class Reasoner:
         """Tokens of a whole text, prompt and chain; the same for all problems."""
         first = self.work[family][0]
         return len(first.ids) + len(first.problem.answer.split())
+
+    def check(self, points: list[Point]) -> None:
+        """Raises ValueError for a point that cannot hold what it protects, before any work."""
+        for point, family in itertools.product(points, FAMILIES):
+            compressor = None if point.oracle else point.compressor(self.length(family))
+            if compressor is not None:
+                compressor.check_prompt(len(self.work[family][0].ids))
 
     def answers(self, family: str) -> dict[str, str]:
         """The right chain of each problem."""
@@ -240,6 +249,7 @@ def main(
     torch.set_num_threads(threads)
     reasoner = Reasoner.load(model, first, problems, dtype)
     points = [point for point in STUDIES[study]() if not only or point.name in only]
+    reasoner.check(points)
     jobs = [
         (point, family, seed) for point in points for family in FAMILIES for seed in range(seeds if point.drawn else 1)
     ]

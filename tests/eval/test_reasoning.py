@@ -98,14 +98,21 @@ def test_without_eviction_nothing_is_lost(reasoner):
         assert first_error.first_losses(reasoner, "derivations", StreamingLLM(4096)) == [None] * PROBLEMS
 
 
-def test_every_point_of_every_study_can_be_built():
+def test_every_point_of_every_study_can_be_built(trained):
     for study, points in reasoning.STUDIES.items():
         names = [(point.name, point.fraction, point.quantizer) for point in points()]
         assert len(set(names)) == len(names), study
         for point in points():
-            for length in (613, 600):  # of both families
+            for family in FAMILIES:
+                length = trained.length(family)
                 compressor, budget = point.compressor(length), int(length * point.fraction)
                 assert compressor is None or compressor.budget in (None, budget)
+        trained.check(points())
+
+
+def test_a_point_that_cannot_hold_the_prompt_is_refused_before_any_work(trained):
+    with pytest.raises(ValueError, match="protect_prompt=True must keep"):
+        trained.check([replace(method("random", protect_prompt=True), fraction=0.1)])
 
 
 def test_the_page_shows_what_the_results_say(reasoner, tmp_path, monkeypatch):
