@@ -133,7 +133,7 @@ QUANTIZERS = ("", "k8v4 recent=16", "int4 recent=16", "int4 rotated recent=16")
 
 def front() -> list[Point]:
     """Eviction, quantization, and both: accuracy against bytes."""
-    points = [replace(FULL, quantizer=quantizer, name=f"full {quantizer}".strip()) for quantizer in QUANTIZERS]
+    points = [replace(FULL, quantizer=quantizer) for quantizer in QUANTIZERS]
     for name in ("vase-attnv", "rkv-simplified"):
         base = method(name)
         for fraction in (3 / 4, 1 / 2, 1 / 4):
