@@ -10,6 +10,7 @@ github.com/terarachang/VaSE at bfa2692) and does not state its result.
 
 from __future__ import annotations
 
+import itertools
 from pydoc_data import topics
 from typing import Annotated, Any
 
@@ -37,7 +38,7 @@ def tokens(name: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     return torch.tensor([row[:shortest] for row in rows])
 
 
-def errors(keys: Tensor, values: Tensor, bits: int, group_size: int | None) -> tuple[Tensor, Tensor]:
+def errors(keys: Tensor, values: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
     """Range and mean squared error of each value `[batch, kv_heads, rows]`."""
     packed = MixedPrecision(bits=bits, group_size=group_size).pack(keys, values)[1].unpack().float()
     error = (packed - values.float()).square().mean(-1)
@@ -57,12 +58,13 @@ def rows_of(name: str, model: PreTrainedModel, ids: Tensor) -> list[dict[str, An
     cache = DynamicCache(config=model.config)
     model(ids, cache=cache, logits_to_keep=1)
     found = []
-    for bits, group_size in ((4, None), (2, None), (4, 32), (2, 32)):
+    width = cache.layers[0].values.shape[-1]
+    for bits, group_size in itertools.product((4, 2), sorted({width, min(32, width)}, reverse=True)):
         for index, layer in enumerate(cache.layers):
             size, error = errors(layer.keys[:, :, SINKS:], layer.values[:, :, SINKS:], bits, group_size)
             together = torch.corrcoef(torch.stack([size.square().flatten(), error.flatten()]))[0, 1]
             found.append({
-                "model": name, "bits": bits, "group_size": group_size or layer.values.shape[-1], "layer": index,
+                "model": name, "bits": bits, "group_size": group_size, "layer": index,
                 "correlation": float(together), "share_by_tenth": by_tenth(size, error),
                 "range_median": float(size.median()), "range_99": float(size.quantile(0.99)),
             })  # fmt: skip

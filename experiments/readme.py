@@ -14,7 +14,7 @@ from typing import Any
 from machine import RESULTS
 from page import figures
 from page.claims import CLAIMS, PILOT
-from page.points import FULL, RANDOM, Key, Points, points, read
+from page.points import FULL, RANDOM, Key, Points, in_points, read
 
 from kvcomp.eval.chains import FAMILIES
 from kvcomp.memory import size
@@ -52,7 +52,7 @@ def main_table(found: Points) -> str:
     head = ["method", *ACCURACY, "minus full cache", "minus Random + prompt", "KV cache", "looped"]
     rows = [
         [
-            key[0], *accuracy_cells(found, key), points(found.minus(key, FULL)), points(found.minus(key, RANDOM)),
+            key[0], *accuracy_cells(found, key), in_points(found.minus(key, FULL)), in_points(found.minus(key, RANDOM)),
             size(round(found.mean(key, "kv_bytes"))), f"{100 * found.mean(key, 'looped'):.0f}",
         ]
         for key in keys
@@ -92,7 +92,7 @@ def fronted(found: Points) -> str:
     rows = [
         [
             key[0], f"{key[1]:.3g}", key[2] or "none", size(round(found.mean(key, "kv_bytes"))),
-            f"{full / found.mean(key, 'kv_bytes'):.1f}", *accuracy_cells(found, key), points(found.minus(key, FULL)),
+            f"{full / found.mean(key, 'kv_bytes'):.1f}", *accuracy_cells(found, key), in_points(found.minus(key, FULL)),
         ]
         for key in sorted(found.rows, key=lambda key: -found.mean(key, "kv_bytes"))
     ]  # fmt: skip

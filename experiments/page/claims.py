@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcomp.eval.stats import Difference
-from page.points import Key, Points, points
+from page.points import FULL, Key, Points, in_points
 
 PILOT = {
     "Random": 53.2,
@@ -42,19 +42,22 @@ class Claim:
         return found.minus(_key(self.first), _key(self.second), "before")
 
     def verdict(self, found: Points) -> str:
-        """Whether the interval of the difference lies on the side that was published."""
+        """Whether the interval of the difference lies on the side that was published; against the full cache, whether
+        it reaches the loss that was published."""
         here = self.measured(found)
+        if self.second == FULL[0]:
+            return "reproduced" if 100 * here.high >= self.published else "a larger loss"
         if here.low <= 0 <= here.high:
             return "undecided"
         return "reproduced" if (here.mean > 0) == (self.published > 0) else "the opposite"
 
     def line(self, found: Points) -> list[str]:
         """A line of the table."""
-        return [self.text, f"{self.published:+.1f}", self.source, points(self.measured(found)), self.verdict(found)]
+        return [self.text, f"{self.published:+.1f}", self.source, in_points(self.measured(found)), self.verdict(found)]
 
 
 def _key(name: str) -> Key:
-    return name, 1.0 if name == "full cache" else 0.25, ""
+    return FULL if name == FULL[0] else (name, 0.25, "")
 
 
 def _pilot(text: str, first: str, second: str) -> Claim:
@@ -70,11 +73,11 @@ CLAIMS = (
     _pilot("sampling helps beside V slots", ATTNV, SLOTS),
     _pilot("VaSE-AttnV beats SnapKV", ATTNV, "SnapKV"),
     _pilot("a new G each round beats a fixed one", "VaSE dkv (G resampled)", "CurDKV (fixed G)"),
-    _pilot("VaSE-DKV loses against the full cache", "VaSE dkv (G resampled)", "full cache"),
+    _pilot("VaSE-DKV is close to the full cache", "VaSE dkv (G resampled)", "full cache"),
     Claim("VaSE-AttnV beats SnapKV", "main", "vase-attnv", "snapkv", 9.9, FIVE),
     Claim("VaSE-AttnV beats R-KV", "main", "vase-attnv", "rkv-simplified", 4.4, FIVE),
     Claim("VaSE-DKV beats CurDKV", "main", "vase-dkv", "curdkv", 7.7, FIVE),
-    Claim("VaSE-AttnV loses against the full cache", "main", "vase-attnv", "full cache", -6.0, FIVE),
+    Claim("VaSE-AttnV is close to the full cache", "main", "vase-attnv", "full cache", -6.0, FIVE),
     Claim("Random with the prompt protected beats VaSE-AttnV", "main", "random + prompt", "vase-attnv", 4.2, AGAIN),
     Claim("protecting the prompt helps VaSE-AttnV", "main", "vase-attnv + prompt", "vase-attnv", 0.3, AGAIN),
 )

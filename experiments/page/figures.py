@@ -45,14 +45,12 @@ def curves(found: Points, across: Callable[[Key], float], name: Callable[[Key], 
     return {label: sorted(line) for label, line in lines.items()}
 
 
-def accuracy(name: str, lines: dict[str, Line], label: str, full: float | None = None) -> None:
-    """Accuracy over bytes or rows, with error bars; `full` is a dotted line across."""
+def accuracy(name: str, lines: dict[str, Line], label: str) -> None:
+    """Accuracy over bytes or rows, with error bars."""
     with drawn(name) as (axes,):
         for (line, values), marker in zip(lines.items(), MARKERS, strict=False):
             x, y, error = zip(*values, strict=True)
             axes.errorbar(x, y, error, label=line, marker=marker, markersize=4, linewidth=1, capsize=2)
-        if full is not None:
-            axes.axhline(full, color="black", linewidth=0.8, linestyle=":", label="full cache")
         axes.set(xlabel=label, ylabel="chains right, %", ylim=(-2, 102))
 
 

@@ -58,6 +58,6 @@ class Points:
         return difference(self.scores(key, figure=figure), self.scores(other, figure=figure))
 
 
-def points(change: Difference) -> str:
+def in_points(change: Difference) -> str:
     """A difference in points, with its 95 % interval."""
     return f"{100 * change.mean:+.1f} ({100 * change.low:+.1f} to {100 * change.high:+.1f})"

@@ -1,1 +1,1 @@
-"""The small reasoning model: how it is trained, and the oracle that bounds every eviction method on it."""
+"""The small reasoning model: how it is trained, and the oracle that shows what can be kept on it."""

@@ -1,4 +1,4 @@
-"""The upper bound of every table: an evictor that knows which rows the rest of a chain needs."""
+"""An evictor that is told by which rows the rest of a chain can be found: what a good choice would reach at least."""
 
 from __future__ import annotations
 
@@ -62,7 +62,5 @@ def needed_until(chain: Chain) -> list[int]:
 
 
 def until(chains: Sequence[Chain]) -> Tensor:
-    """`needed_until` of several chains `[batch, tokens]`."""
-    rows = [needed_until(chain) for chain in chains]
-    width = max(map(len, rows))
-    return torch.tensor([row + [-1] * (width - len(row)) for row in rows])
+    """`needed_until` of several chains of a family `[batch, tokens]`."""
+    return torch.tensor([needed_until(chain) for chain in chains])

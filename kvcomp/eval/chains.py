@@ -22,8 +22,8 @@ MARKS = ["registers", "derivations", "start", "given", "carry"]
 FORMS = [name + end for name in [*NAMES, "go"] for end in ("", ">", "0", "1")]
 WORDS = ["<pad>", "<bos>", "<eos>", *FORMS, *NUMBERS, *CONSTANTS, *COUNTERS, *MARKS]
 """The whole vocabulary; words are separated by one space. `<bos>` begins a prompt. A chain is cut off
-where the shortest one ends. Steps are counted modulo 10: to count them all, a model attends to all rows evenly, and no
-small cache can keep those."""
+where the shortest one ends. Steps are counted modulo 10: a model that had to count them all read rows far back for it,
+which no method keeps."""
 TRAINING = 1_000_000
 """Seeds from here on are for training a model, those below for judging it."""
 

@@ -2,17 +2,23 @@
 
 import json
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
+import first_error
 import pytest
 import readme
 import reasoning
+import studies
 import torch
 from page import figures
 from page.claims import Claim
 from page.points import Points
-from reasoner import first_error, oracle, train
-from reasoning import Point, Reasoner, method
+from reasoner import oracle, train
+from reasoning import Reasoner
+from studies import Point, method
 
 from kvcomp.eval.chains import FAMILIES
 from kvcomp.eval.decode import Decoding, decode
@@ -63,8 +69,8 @@ def test_needed_rows_fit_in_a_quarter_beside_the_recent_ones(family):
         until = oracle.needed_until(chain)
         budget = len(until) // 4
         for now in range(budget, len(until)):
-            needed = sum(1 for row in range(now - reasoning.RECENT) if until[row] > now)
-            assert needed + reasoning.RECENT + 4 <= budget
+            needed = sum(1 for row in range(now - studies.RECENT) if until[row] > now)
+            assert needed + studies.RECENT + 4 <= budget
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +81,9 @@ def trained():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_oracle_solves_most_of_what_the_full_cache_does_and_a_window_none(trained, family):
-    window = Point("window", lambda budget: StreamingLLM(budget, recent=reasoning.RECENT))
+    window = Point("window", lambda budget: StreamingLLM(budget, recent=studies.RECENT))
     full, best, worst = (
-        sum(one.correct for one in trained.solve(point, family, 0))
-        for point in (reasoning.FULL, reasoning.ORACLE, window)
+        sum(one.correct for one in trained.solve(point, family, 0)) for point in (studies.FULL, studies.ORACLE, window)
     )
     assert full >= 20 and best >= 12 and worst == 0
 
@@ -93,13 +98,21 @@ def test_the_first_error_is_traced_to_a_row_that_was_evicted(reasoner):
         assert loss.row < loss.lost <= loss.position
 
 
+def test_first_errors_are_printed_from_the_command_line():
+    script = Path(first_error.__file__)
+    command = [sys.executable, str(script), "--method", "streaming-llm", "--problems", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=script.parents[1])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 of 2 chains go wrong") and "lost row" in done.stdout
+
+
 def test_without_eviction_nothing_is_lost(reasoner):
     with torch.no_grad():
         assert first_error.first_losses(reasoner, "derivations", StreamingLLM(4096)) == [None] * PROBLEMS
 
 
 def test_every_point_of_every_study_can_be_built(trained):
-    for study, points in reasoning.STUDIES.items():
+    for study, points in studies.STUDIES.items():
         names = [(point.name, point.fraction, point.quantizer) for point in points()]
         assert len(set(names)) == len(names), study
         for point in points():
@@ -116,7 +129,7 @@ def test_a_point_that_cannot_hold_the_prompt_is_refused_before_any_work(trained)
 
 
 def test_the_page_shows_what_the_results_say(reasoner, tmp_path, monkeypatch):
-    points, draw = [reasoning.FULL, method("random", protect_prompt=True), method("snapkv")], random.Random(0)
+    points, draw = [studies.FULL, method("random", protect_prompt=True), method("snapkv")], random.Random(0)
 
     def records():
         return [
@@ -141,7 +154,7 @@ def test_the_page_shows_what_the_results_say(reasoner, tmp_path, monkeypatch):
     change = 100 * (right["snapkv"] - right["full cache"]) / (2 * PROBLEMS)
     assert f"{change:+.1f} (" in table
     monkeypatch.setattr(figures, "FIGURES", tmp_path)
-    figures.accuracy("plot", figures.curves(found, lambda key: 100 * key[1], lambda key: key[0]), "rows", full=90.0)
+    figures.accuracy("plot", figures.curves(found, lambda key: 100 * key[1], lambda key: key[0]), "rows")
     assert (tmp_path / "plot.png").stat().st_size > 5000
 
 
@@ -149,15 +162,26 @@ def test_the_page_shows_what_the_results_say(reasoner, tmp_path, monkeypatch):
     ("right", "verdict"), [("1" * 20, "reproduced"), ("0" * 20, "the opposite"), ("01" * 10, "undecided")]
 )
 def test_a_claim_is_judged_by_the_interval_of_the_difference(right, verdict):
-    claim = Claim("better", "main", "snapkv", "full cache", 5.0, "somewhere")
+    claim = Claim("better", "main", "snapkv", "random", 5.0, "somewhere")
     row = {"quantizer": "", "family": "registers"}
     rows = [
         {**row, "name": "snapkv", "fraction": 0.25, "before": right},
-        {**row, "name": "full cache", "fraction": 1.0, "before": "0110" * 5},
+        {**row, "name": "random", "fraction": 0.25, "before": "0110" * 5},
     ]
     found = Points({"rows": rows})
     assert claim.verdict(found) == verdict
     assert claim.line(found)[1] == "+5.0"
+
+
+@pytest.mark.parametrize(("right", "verdict"), [("1" * 19 + "0", "reproduced"), ("01" * 10, "a larger loss")])
+def test_a_loss_against_the_full_cache_is_reproduced_unless_it_is_larger(right, verdict):
+    claim = Claim("close", "main", "snapkv", "full cache", -6.0, "somewhere")
+    row = {"quantizer": "", "family": "registers"}
+    rows = [
+        {**row, "name": "snapkv", "fraction": 0.25, "before": right},
+        {**row, "name": "full cache", "fraction": 1.0, "before": "1" * 20},
+    ]
+    assert claim.verdict(Points({"rows": rows})) == verdict
 
 
 def test_training_draws_the_same_batch_again_and_no_problem_of_the_evaluation():

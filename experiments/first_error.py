@@ -1,6 +1,6 @@
 """Where a chain first goes wrong under a method: which row the full cache would have read there, and when it was lost.
 
-python experiments/reasoner/first_error.py --method snapkv --family registers [--problems 100]
+python experiments/first_error.py --method snapkv --family registers [--problems 100]
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from reasoning import BATCH, INTERVAL, Reasoner, method
+from reasoning import BATCH, INTERVAL, Reasoner
 from rich.console import Console
 from rich.table import Table
+from studies import method
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from kvcomp import CompressedCache
 from kvcomp.core import Compressor
@@ -57,8 +57,7 @@ def first_losses(reasoner: Reasoner, family: str, compressor: Compressor, seed: 
 
 def _batch(reasoner: Reasoner, batch: list[Work], compressor: Compressor, seed: int) -> list[Loss | None]:
     model, tokenizer = reasoner.model, reasoner.tokenizer
-    texts = [torch.tensor([*one.ids, *tokenizer(one.problem.answer).input_ids]) for one in batch]
-    ids, ends = pad_sequence(texts, batch_first=True), torch.tensor(list(map(len, texts)))
+    ids = torch.tensor([[*one.ids, *tokenizer(one.problem.answer).input_ids] for one in batch])
     prompt, length = len(batch[0].ids), ids.shape[1]
     cache = CompressedCache(model, compressor, INTERVAL, seed)
     evicted = [torch.full((*_heads(model, batch), length), length) for _ in cache.layers]
@@ -66,7 +65,7 @@ def _batch(reasoner: Reasoner, batch: list[Work], compressor: Compressor, seed: 
     for stop in range(prompt, length):
         logits = model(ids[:, 0 if stop == prompt else stop - 1 : stop], cache=cache, logits_to_keep=1).logits[:, -1]
         picked = logits.argmax(-1)
-        for row in ((picked != ids[:, stop]) & (stop < ends)).nonzero()[:, 0].tolist():
+        for row in (picked != ids[:, stop]).nonzero()[:, 0].tolist():
             wrong.setdefault(row, (stop, int(picked[row]), [one[row].clone() for one in evicted]))
         for gone, layer in zip(evicted, cache.compressed, strict=True):
             _note(gone, layer.positions, stop)

@@ -1,0 +1,125 @@
+"""What is compared on the small reasoning model: methods at budgets.
+
+A budget is a fraction of the length of a whole text. All methods keep the same `recent` rows and look at the same
+`window` of queries where they look at any; R-KV keeps the window of its own repository.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+from value_range import ValueRange
+
+from kvcomp.core import Compressor
+from kvcomp.evict import METHODS, RKV, Random, SnapKV, VaSE
+from kvcomp.pipeline import Pipeline
+from kvcomp.quant.spec import parse_compressor
+
+RECENT = 32
+COMMON: dict[str, Any] = {"recent": RECENT}
+WINDOWED: dict[str, Any] = {"recent": RECENT, "window": RECENT}
+
+Build: TypeAlias = Callable[[int], Compressor | None]
+
+
+class Study(StrEnum):
+    """What is compared."""
+
+    pilot = "pilot"
+    main = "main"
+    sweep = "sweep"
+    front = "front"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A method at a budget; `drawn`: its result depends on the seed; `oracle`: it is told what will be needed."""
+
+    name: str
+    build: Build | None
+    fraction: float = 0.25
+    drawn: bool = False
+    quantizer: str = ""
+    oracle: bool = False
+
+    def compressor(self, length: int) -> Compressor | None:
+        """For texts of `length` tokens; None: the full cache."""
+        stages = [self.build(int(length * self.fraction))] if self.build and self.fraction < 1 else []
+        stages += [parse_compressor(self.quantizer)] if self.quantizer else []
+        found = [stage for stage in stages if stage is not None]
+        return Pipeline(tuple(found)) if len(found) > 1 else found[0] if found else None
+
+
+FULL = Point("full cache", None, 1.0)
+ORACLE = Point("oracle", None, oracle=True)
+
+
+def pilot() -> list[Point]:
+    """The steps from SnapKV to VaSE, and what the largest value ranges are worth, as in the pilot of the paper."""
+    plain = {**WINDOWED, "sinks": 4}
+    return [
+        FULL,
+        Point("Random", lambda b: Random(b, **COMMON), drawn=True),
+        Point("largest value ranges evicted", lambda b: ValueRange(b, keep="smallest", **COMMON)),
+        Point("smallest value ranges evicted", lambda b: ValueRange(b, keep="largest", **COMMON)),
+        Point("SnapKV", lambda b: SnapKV(b, **plain)),
+        Point("SnapKV + sampling", lambda b: VaSE(b, protected=0, **plain), drawn=True),
+        Point("SnapKV + budget/16 V slots", lambda b: VaSE(b, protected=b // 16, stochastic=False, **plain)),
+        Point("SnapKV + budget/4 V slots", lambda b: VaSE(b, stochastic=False, **plain)),
+        Point("SnapKV + sampling + budget/16 V slots", lambda b: VaSE(b, protected=b // 16, **plain), drawn=True),
+        Point("VaSE attnv (sampling + budget/4 V slots)", lambda b: VaSE(b, **plain), drawn=True),
+        Point("CurDKV (fixed G)", lambda b: METHODS["curdkv"](budget=b, **COMMON), drawn=True),
+        Point("VaSE dkv (G resampled)", lambda b: VaSE(b, scorer="dkv", **COMMON), drawn=True),
+        ORACLE,
+    ]
+
+
+DRAWN = ("vase-attnv", "vase-dkv", "curdkv", "random")
+WITH_WINDOW = ("vase-attnv", "snapkv", "expected-attention")
+OWN_RECENT = ("rkv", "rkv-simplified", "h2o", "tova")
+"""Methods that say themselves how many recent rows they keep."""
+
+
+def method(name: str, protect_prompt: bool = False) -> Point:
+    """A method of `kvcomp.evict.METHODS` with the rows and the window that all share."""
+    settings = {} if name in OWN_RECENT else WINDOWED if name in WITH_WINDOW else COMMON
+    if name == "h2o" and protect_prompt:
+        settings = COMMON  # half of the budget beside the prompt is more than there is
+    if name == "rkv-simplified":
+        build: Build = lambda b: replace(RKV.simplified(b, protect_prompt=protect_prompt), **WINDOWED)  # noqa: E731
+    else:
+        build = lambda b: METHODS[name](budget=b, protect_prompt=protect_prompt, **settings)  # noqa: E731
+    return Point(name + (" + prompt" if protect_prompt else ""), build, drawn=name in DRAWN)
+
+
+def main_table() -> list[Point]:
+    """Every method at a quarter of the rows, with and without protection of the prompt."""
+    return [FULL, *(method(name, pinned) for name in METHODS for pinned in (False, True)), ORACLE]
+
+
+SWEPT = ("vase-attnv", "vase-dkv", "snapkv", "rkv-simplified", "curdkv", "expected-attention", "random")
+
+
+def sweep() -> list[Point]:
+    """A half to a quarter of the rows."""
+    points = [*(method(name) for name in SWEPT), method("random", protect_prompt=True), ORACLE]
+    return [replace(point, fraction=fraction) for fraction in (1 / 2, 3 / 8, 1 / 4) for point in points]
+
+
+QUANTIZERS = ("", "k8v4 recent=16", "int4 recent=16", "int4 rotated recent=16")
+
+
+def front() -> list[Point]:
+    """Eviction, quantization, and both: accuracy against bytes."""
+    points = [replace(FULL, quantizer=quantizer) for quantizer in QUANTIZERS]
+    for name in ("vase-attnv", "rkv-simplified"):
+        base = method(name)
+        for fraction in (3 / 4, 1 / 2, 1 / 4):
+            points += [replace(base, fraction=fraction, quantizer=quantizer) for quantizer in QUANTIZERS]
+    return points
+
+
+STUDIES = {Study.pilot: pilot, Study.main: main_table, Study.sweep: sweep, Study.front: front}
