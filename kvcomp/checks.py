@@ -175,7 +175,7 @@ def crop(layer: CompressedLayer, tokens: int) -> None:
             + RECORD
         )
     tokens_observed = tokens - layer.waiting
-    scored = layer.compressor.accumulates and tokens_observed > layer.count.uncounted
+    scored = layer.uses_every_query and tokens_observed > layer.count.uncounted
     if scored or not layer.recent_queries.can_drop(tokens_observed):
         raise ValueError(f"cannot crop {tokens} tokens: their queries have been scored or forgotten; {RECORD}")
 

@@ -112,11 +112,12 @@ class Observed:
     """What a method may know besides the rows themselves.
 
     `queries` `[batch, query_heads, window, head_dim]`: the last queries after RoPE, oldest first, `query_positions`
-    `[batch, window]` their positions (`PAD` for padding; None: the newest rows asked, one query each). `scaling`
-    multiplies the logits (None: `head_dim ** -0.5`). `layer`: index in the model. `phase`: `prefill` while the prompt
-    is read, else `decode`. `round`: compressions of this layer before this one. `prompt_end` `[batch]`: the position
-    after the last prompt token. `padded`: some row is padding. `seed`: of the noise. `rotary`: the rotary embedding of
-    the layer.
+    `[batch, window]` their positions (`PAD` for padding; None: the newest rows asked, one query each). `remembered`
+    `[batch, kv_heads, remembered, head_dim]`: older ones before RoPE, `remembered_positions` their positions; only
+    methods that set `remembers` have them. `scaling` multiplies the logits (None: `head_dim ** -0.5`). `layer`: index
+    in the model. `phase`: `prefill` while the prompt is read, else `decode`. `round`: compressions of this layer before
+    this one. `prompt_end` `[batch]`: the position after the last prompt token. `padded`: some row is padding. `seed`:
+    of the noise. `rotary`: the rotary embedding of the layer.
     """
 
     queries: Queries | None = None
@@ -129,6 +130,8 @@ class Observed:
     padded: bool = False
     seed: int = 0
     rotary: Rotary | None = None
+    remembered: Rows | None = None
+    remembered_positions: Positions | None = None
 
     def uniform(self, positions: Positions) -> Score:
         """A number in (0, 1) for each row, from (seed, layer, round, KV head, position) and nothing else."""
@@ -163,6 +166,11 @@ class Compressor(Protocol):
     @property
     def accumulates(self) -> bool:
         """Whether `KV.mass` is wanted."""
+        ...
+
+    @property
+    def remembers(self) -> int:
+        """Older queries per KV head wanted in `Observed.remembered`; 0 for none."""
         ...
 
     @property

@@ -16,7 +16,7 @@ class Counters:
     round: int = 0
     """Compressions so far."""
     uncounted: int = 0
-    """Newest queries that `mass` does not include yet."""
+    """Newest queries that neither `mass` nor the remembered queries include yet."""
     prompt_open: bool = True
     """Whether the next multi-token forward still belongs to the prompt."""
     padded: bool = False

@@ -15,6 +15,7 @@ from kvcomp import checks, ops
 from kvcomp.core import PAD, Compressor, Observed
 from kvcomp.counters import Counters
 from kvcomp.queries import RecentQueries
+from kvcomp.remembered import RememberedQueries
 from kvcomp.rotary import Rotary
 from kvcomp.storage import RowStorage
 
@@ -53,6 +54,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.storage = RowStorage(least, self.interval, self.compressor.accumulates)
         self.prompt_end: Tensor | None = None
         self.recent_queries = RecentQueries(self.compressor.window)
+        self.remembered = RememberedQueries(self.compressor.remembers, self.rotary)
         self.scaling: float | None = None
         self.waiting = 0  # tokens stored whose queries have not been seen
         self.deferred = False
@@ -81,6 +83,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.storage.buffer is not None
 
     @property
+    def uses_every_query(self) -> bool:
+        """Whether each query must be seen once before it is forgotten."""
+        return self.compressor.accumulates or self.compressor.remembers > 0
+
+    @property
     def device(self) -> torch.device:
         """Where the rows live."""
         return self.storage.recent.keys.device
@@ -106,6 +113,12 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
     def positions(self) -> Tensor | None:
         """True position of each row `[batch, kv_heads, rows]`, -1 for padding; None before the first update."""
         return self.storage.kv.positions if self.is_initialized else None
+
+    @property
+    def query_tensors(self) -> list[Tensor]:
+        """What holds the recent and the remembered queries."""
+        recent = self.recent_queries
+        return [held for held in (recent.buffer, recent.buffer_positions) if held is not None] + self.remembered.tensors
 
     def begin(self, positions: Tensor | None, masked: bool, deferred: bool) -> None:
         """Prepares for a forward: `positions` `[batch, new]` of its tokens if the model was given any; `masked`: it was
@@ -167,10 +180,10 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"layer {self.layer_idx} attends twice to the rows of one update, which kvcomp does not support; use "
                 "transformers' DynamicCache"
             )
-        if self.compressor.window or self.compressor.accumulates:
+        if self.compressor.window or self.uses_every_query:
             self.recent_queries.spare = self._spare_queries()
             self.recent_queries.append(queries, self.storage.recent.positions[:, 0, -new:])
-            self.count.uncounted += new if self.compressor.accumulates else 0
+            self.count.uncounted += new if self.uses_every_query else 0
         self.count.forwards += 1
         self.count.uncropped += 1
         self.waiting = 0
@@ -178,7 +191,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.settle()
 
     def _spare_queries(self) -> int:
-        if self.compressor.accumulates:
+        if self.uses_every_query:
             return 1 << 62
         return RECORDED_QUERIES if self.record_past else self.recent_queries.usual_spare
 
@@ -190,7 +203,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         if due and not self.deferred:  # else the cache has checked all layers before the first one changes
             checks.finite(self)
         with torch.inference_mode(False), torch.no_grad():  # else later steps could not use what is made here
-            if self.compressor.accumulates and (due or self.count.uncounted >= self.interval):
+            if self.uses_every_query and (due or self.count.uncounted >= self.interval):
                 self._accumulate()
             if due:
                 self._compress()
@@ -216,8 +229,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _accumulate(self) -> None:
         seen, kv = self.observed(self.count.uncounted), self.storage.kv
-        if seen.queries is not None:
-            self.storage.add_mass(ops.attention_mass(kv, seen))
+        if seen.queries is not None and seen.query_positions is not None:
+            if self.compressor.accumulates:
+                self.storage.add_mass(ops.attention_mass(kv, seen))
+            if self.compressor.remembers:
+                self.remembered.add(seen.queries, seen.query_positions, kv.keys.shape[1])
         self.count.uncounted = 0
 
     def observed(self, window: int) -> Observed:
@@ -233,7 +249,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         )  # fmt: skip
 
     def _compress(self) -> None:
-        kept = self.compressor.compress(self.storage.kv, self.observed(self.compressor.window))
+        seen = replace(
+            self.observed(self.compressor.window),
+            remembered=self.remembered.queries, remembered_positions=self.remembered.positions,
+        )  # fmt: skip
+        kept = self.compressor.compress(self.storage.kv, seen)
         if kept.rows > (self.compressor.budget or kept.rows):
             raise ValueError(
                 f"{self.compressor!r} kept {kept.rows} rows, more than its budget of {self.compressor.budget}"
@@ -286,6 +306,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.storage.map(change)
             self.prompt_end = None if self.prompt_end is None else change(self.prompt_end)
             self.recent_queries.map(change)
+            self.remembered.map(change)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Batch row `i` becomes row `beam_idx[i]`."""

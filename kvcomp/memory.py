@@ -21,9 +21,10 @@ class Memory:
 
     Of the compressed layers: `keys`, `values`: rows in the model dtype that are neither packed nor exact; `codes`,
     `scales`: packed rows, scales with their zero points; `exact`: exact rows; `positions`: the true position of each
-    row; `queries`: the recent queries kept for scoring; `mass`: accumulated attention. `other_layers`: transformers'
-    own layers (sliding windows). `full`: what a cache that keeps every token would hold for the same text. `rows` of
-    `seen` tokens are stored per KV head. `elements`: numbers in the stored keys and values of the compressed layers.
+    row; `queries`: the recent and the remembered queries kept for scoring; `mass`: accumulated attention.
+    `other_layers`: transformers' own layers (sliding windows). `full`: what a cache that keeps every token would hold
+    for the same text. `rows` of `seen` tokens are stored per KV head. `elements`: numbers in the stored keys and values
+    of the compressed layers.
     """
 
     keys: int
@@ -44,14 +45,13 @@ class Memory:
     def of(cls, cache: CompressedCache) -> Memory:
         """Measures `cache` as it is now."""
         storages = [layer.storage for layer in cache.compressed if layer.storage.buffer is not None]
-        recent = [layer.recent_queries for layer in cache.compressed]
         stock = [layer for layer in cache.layers if layer not in cache.compressed]
         other = nbytes(tensor for layer in stock for tensor in held_tensors(vars(layer)))
         seen = cache.compressed[0].count.seen
         token = [(kv.keys[:, :, :1], kv.values[:, :, :1]) for kv in (storage.buffer for storage in storages) if kv]
         return cls(
             **row_parts(storages),
-            queries=nbytes(tensor for log in recent for tensor in (log.buffer, log.buffer_positions)),
+            queries=nbytes(tensor for layer in cache.compressed for tensor in layer.query_tensors),
             other_layers=other,
             full=sum(key.nbytes + value.nbytes for key, value in token) * seen + other,
             rows=max((storage.rows for storage in storages), default=0),

@@ -8,9 +8,11 @@ from kvcomp.core import KV, Compressor, Observed
 
 
 class Composable:
-    """Gives a compressor the operator `|`, and the answers of one that packs nothing and holds any prompt and row."""
+    """Gives a compressor the operator `|`, and the answers of one that packs and remembers nothing and holds any prompt
+    and row."""
 
     unpacked: int | None = None
+    remembers: int = 0
 
     def __or__(self, other: Compressor) -> Pipeline:
         return Pipeline((*stages_of(self), *stages_of(other)))
@@ -74,6 +76,11 @@ class Pipeline(Composable):
     def accumulates(self) -> bool:
         """Whether some stage wants `KV.mass`."""
         return any(stage.accumulates for stage in self.stages)
+
+    @property
+    def remembers(self) -> int:  # type: ignore[override]
+        """The most older queries that a stage wants."""
+        return max(stage.remembers for stage in self.stages)
 
     @property
     def unpacked(self) -> int | None:  # type: ignore[override]

@@ -127,6 +127,10 @@ def _compressed_state(layer: CompressedLayer) -> tuple[dict[str, Tensor], dict[s
         parts["prompt_end"] = layer.prompt_end
     if layer.recent_queries.buffer is not None:
         parts |= {"queries": layer.recent_queries.queries, "query_positions": layer.recent_queries.positions}
+    if layer.remembered.rows is not None and layer.remembered.positions is not None:
+        parts |= {f"remembered.{name}": tensor for name, tensor in layer.remembered.rows.tensors.items()}
+        parts["remembered.positions"] = layer.remembered.positions
+        fields["remembered"] = _packing(layer.remembered.rows)
     return parts, fields
 
 
@@ -141,6 +145,9 @@ def _restore_compressed(layer: CompressedLayer, fields: dict[str, Any], parts: d
         layer.recent_queries.spare = parts["queries"].shape[2]
         layer.recent_queries.append(parts["queries"], parts["query_positions"])
     layer.recent_queries.forgot = fields["forgot"]
+    if "remembered" in fields:
+        layer.remembered.positions = parts.pop("remembered.positions")
+        layer.remembered.rows = _packed_rows(fields["remembered"], _under("remembered.", parts, every=True))
 
 
 def _rows_state(kv: KV) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -152,9 +159,20 @@ def _rows_state(kv: KV) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for side in ("keys", "values"):
         rows: PackedRows = parts.pop(f"packed.{side}")
         parts |= {f"packed.{side}.{name}": tensor for name, tensor in rows.tensors.items()}
-        settings = {name: value for name, value in rows.settings.items() if name != "dtype"}
-        fields[side] = {"kind": type(rows).__name__, "dtype": str(rows.dtype).removeprefix("torch."), **settings}
+        fields[side] = _packing(rows)
     return parts, fields
+
+
+def _packing(rows: PackedRows) -> dict[str, Any]:
+    """All of packed rows but their tensors."""
+    return {"kind": type(rows).__name__, **rows.settings, "dtype": str(rows.dtype).removeprefix("torch.")}
+
+
+def _packed_rows(fields: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """The inverse of `_packing`."""
+    settings = {name: value for name, value in fields.items() if name != "kind"}
+    settings["dtype"] = getattr(torch, settings["dtype"])
+    return getattr(quant, fields["kind"])(**settings, **tensors)
 
 
 def _rows_of(fields: dict[str, Any], parts: dict[str, Tensor]) -> KV:
@@ -164,9 +182,7 @@ def _rows_of(fields: dict[str, Any], parts: dict[str, Tensor]) -> KV:
         return recent
     packed = _under("packed.", parts)
     for side in ("keys", "values"):
-        settings = {name: value for name, value in fields[side].items() if name != "kind"}
-        settings["dtype"] = getattr(torch, settings["dtype"])
-        packed[side] = getattr(quant, fields[side]["kind"])(**settings, **_under(f"packed.{side}.", parts, every=True))
+        packed[side] = _packed_rows(fields[side], _under(f"packed.{side}.", parts, every=True))
     return MixedKV(Packed(**packed), KV(**_under("exact.", parts)), recent, fields["count"])
 
 

@@ -7,11 +7,11 @@ from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from kvcomp import CompressedCache
 from kvcomp.attention import folded_decode
-from kvcomp.evict import H2O, Random, SnapKV, VaSE
+from kvcomp.evict import H2O, Random, Replay, SnapKV, VaSE
 from kvcomp.storage import RowStorage
 
 SMALL = VaSE(24, sinks=2, recent=4, window=4, protected=6)
-METHODS = [SMALL, SnapKV(24, recent=4, window=6), H2O(24)]
+METHODS = [SMALL, SnapKV(24, recent=4, window=6), H2O(24), Replay(24, sinks=2, recent=4, window=4, remembers=20)]
 
 
 def interrupt(*_, **__):
@@ -42,6 +42,8 @@ def assert_equal_state(one, other):
         assert first.count == second.count
         if first.recent_queries.count:
             assert torch.equal(first.recent_queries.queries, second.recent_queries.queries)
+        if first.compressor.remembers:
+            assert torch.equal(first.remembered.queries, second.remembered.queries)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)

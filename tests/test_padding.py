@@ -7,7 +7,7 @@ import torch
 from support import MaskedOracle, WitnessedCache, generate, left_padded, relative_error, tiny, tokens
 
 from kvcomp import CompressedCache
-from kvcomp.evict import H2O, TOVA, ExpectedAttention, Random, SnapKV, VaSE
+from kvcomp.evict import H2O, TOVA, ExpectedAttention, Random, Replay, SnapKV, VaSE
 
 LENGTHS = [40, 22, 31, 8]
 METHODS = [
@@ -18,6 +18,7 @@ METHODS = [
     TOVA(24),
     ExpectedAttention(24, sinks=2, recent=4, window=12),
     Random(24, sinks=2, recent=4),
+    Replay(24, sinks=2, recent=4, window=4, remembers=20),
 ]
 
 

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from kvcomp import CompressedCache
 from kvcomp.cli import app
-from kvcomp.evict import H2O, RKV, TOVA, Random, SnapKV, StreamingLLM, VaSE
+from kvcomp.evict import H2O, RKV, TOVA, Random, Replay, SnapKV, StreamingLLM, VaSE
 from kvcomp.plan import dry_run, parse_bytes, plan
 from kvcomp.quant import BitsAndBytes, MixedPrecision
 
@@ -86,6 +86,7 @@ def test_every_shape_of_attention_to_the_byte(config, batch):
     [
         STREAM, SnapKV(24, window=4, **SMALL), PLAIN, EXACT,
         VaSE(40, protected=10, window=16, **SMALL) | EXACT, H2O(24) | PLAIN,
+        Replay(40, window=16, remembers=45, **SMALL),
         Random(30, **SMALL) | EXACT, StreamingLLM(12, **SMALL) | MixedPrecision(8, sinks=0, recent=20),
         STREAM | MixedPrecision(2, exact=1.0, sinks=0, recent=1), BitsAndBytes("int8", exact=0.1, **SMALL),
     ],

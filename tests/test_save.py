@@ -8,10 +8,11 @@ from safetensors.torch import load_file, save_file
 from support import tiny, tokens
 
 from kvcomp import CompressedCache
-from kvcomp.evict import H2O, METHODS, KeyNorm, Random, VaSE
+from kvcomp.evict import H2O, METHODS, KeyNorm, Random, Replay, VaSE
 from kvcomp.save import from_settings, to_settings
 
 SMALL = VaSE(24, sinks=2, recent=4, window=4, protected=6)
+REPLAY = Replay(24, sinks=2, recent=4, window=4, remembers=20)
 
 
 def filled(model, compressor=SMALL, prompt=40, steps=11, seed=5):
@@ -22,7 +23,7 @@ def filled(model, compressor=SMALL, prompt=40, steps=11, seed=5):
     return cache
 
 
-@pytest.mark.parametrize("compressor", [SMALL, H2O(24) | KeyNorm(20, sinks=2, recent=4), Random(100)], ids=repr)
+@pytest.mark.parametrize("compressor", [SMALL, REPLAY, H2O(24) | KeyNorm(20, sinks=2, recent=4), Random(100)], ids=repr)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_a_loaded_cache_goes_on_bit_for_bit(tmp_path, family, compressor):
     model, path = tiny(family), tmp_path / "cache.safetensors"

@@ -10,6 +10,7 @@ from kvcomp.evict.h2o import H2O
 from kvcomp.evict.key_norm import KeyNorm
 from kvcomp.evict.keydiff import KeyDiff
 from kvcomp.evict.random import Random
+from kvcomp.evict.replay import Replay
 from kvcomp.evict.rkv import RKV
 from kvcomp.evict.snapkv import SnapKV
 from kvcomp.evict.streaming_llm import StreamingLLM
@@ -28,6 +29,7 @@ __all__ = [
     "KeyDiff",
     "KeyNorm",
     "Random",
+    "Replay",
     "ScoreEvictor",
     "SnapKV",
     "StreamingLLM",
@@ -54,5 +56,6 @@ METHODS: dict[str, Callable[..., Compressor]] = {
     "vatp": VATP,
     "expected-attention": ExpectedAttention,
     "random": Random,
+    "replay": Replay,
 }
 """Every method by the name that the command line and the experiments use; call with `budget`, `protect_prompt=...`."""

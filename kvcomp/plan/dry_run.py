@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from kvcomp.core import KV, Compressor
 from kvcomp.layer import CompressedLayer
 from kvcomp.memory import ROW_PARTS, Memory, held_tensors, nbytes, row_parts
-from kvcomp.plan.shapes import ShapesOnly, extra_bytes, sized
+from kvcomp.plan.shapes import ShapesOnly, extra_bytes, remember, sized
 
 RECORDER = "kvcomp_plan"
 """Name under which the attention function of `one_token` is registered."""
@@ -162,6 +162,9 @@ def _stock_bytes(layer: Any, token: Token | None, prompt: int, length: int) -> t
 
 class _Layer(CompressedLayer):
     def _accumulate(self) -> None:
+        queries = self.observed(self.count.uncounted).queries
+        if queries is not None and self.compressor.remembers:
+            remember(self.remembered, queries, self.storage.kv.keys.shape[1])
         self.count.uncounted = 0  # the numbers in `mass` change, not their place
 
 
@@ -208,12 +211,11 @@ def _room(layer: CompressedLayer) -> int:
         room.append(compressor.budget + layer.interval - storage.rows)
     if recent.buffer is not None:
         room.append(recent.buffer.shape[2] - recent.count)
-    if compressor.accumulates:
+    if layer.uses_every_query:
         room.append(layer.interval - layer.count.uncounted)
     return max(min(room), 1)
 
 
 def layer_parts(layer: CompressedLayer) -> dict[str, int]:
     """Bytes of a layer by the parts of `Memory`."""
-    recent = layer.recent_queries
-    return row_parts([layer.storage]) | {"queries": nbytes([recent.buffer, recent.buffer_positions])}
+    return row_parts([layer.storage]) | {"queries": nbytes(layer.query_tensors)}

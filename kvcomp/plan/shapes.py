@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvcomp.core import KV, Compressor, Observed
+from kvcomp.core import KV, Compressor, Observed, Queries
 from kvcomp.pipeline import Composable, stages_of
 from kvcomp.quant.base import Quantizer
 from kvcomp.quant.mixed import MixedKV, Packed, Part
+from kvcomp.remembered import RememberedQueries, pack_queries
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class ShapesOnly(Composable):
     def accumulates(self) -> bool:
         """As `compressor`."""
         return self.compressor.accumulates
+
+    @property
+    def remembers(self) -> int:  # type: ignore[override]
+        """As `compressor`."""
+        return self.compressor.remembers
 
     @property
     def unpacked(self) -> int | None:  # type: ignore[override]
@@ -118,16 +125,27 @@ def _pack(kv: KV, quantizer: Quantizer) -> KV:
     return MixedKV(_rows(packed, older - exact), _rows(dense, exact), _rows(dense, recent), kv.rows)
 
 
+def remember(held: RememberedQueries, queries: Queries, kv_heads: int) -> None:
+    """What `held.add` does to the number of queries."""
+    batch, heads, new, width = queries.shape
+    count = min((held.rows.rows if held.rows else 0) + new * heads // kv_heads, held.size)
+    row = pack_queries(torch.zeros(1, 1, 1, width, dtype=queries.dtype))
+    held.rows = row.map(_without_content(batch, kv_heads, count))
+    held.positions = torch.empty(batch, kv_heads, count, dtype=torch.int32, device="meta")
+
+
 def _packed_like(kv: KV, quantizer: Quantizer) -> Packed:
     """One packed row per head, as `quantizer` makes it of one real row."""
-    zeros = [torch.zeros(1, 1, 1, rows.shape[-1], dtype=rows.dtype) for rows in (kv.keys, kv.values)]
     batch, heads = kv.keys.shape[:2]
-    keys, values = (
-        rows.map(lambda tensor: torch.empty(batch, heads, 1, *tensor.shape[3:], dtype=tensor.dtype, device="meta"))
-        for rows in quantizer.pack(*zeros)
-    )
+    zeros = [torch.zeros(1, 1, 1, rows.shape[-1], dtype=rows.dtype) for rows in (kv.keys, kv.values)]
+    keys, values = (rows.map(_without_content(batch, heads, 1)) for rows in quantizer.pack(*zeros))
     first = _rows(kv, 1)
     return Packed(keys, values, first.positions, first.mass)
+
+
+def _without_content(batch: int, heads: int, count: int) -> Callable[[Tensor], Tensor]:
+    """What makes one row into `count` of them."""
+    return lambda held: torch.empty(batch, heads, count, *held.shape[3:], dtype=held.dtype, device="meta")
 
 
 def _rows(part: Part, count: int) -> Part:

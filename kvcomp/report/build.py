@@ -197,8 +197,8 @@ def _notes(settings: dict[str, Any], judged: list[BreakEven | None], shown: list
             "The rows are float32, so exact and recent rows are stored in 32 bits; break-even and plots count exact "
             "rows at 16 bits."
         )
-    if any(each.compressor.accumulates for each in shown):
-        notes.append("Methods that accumulate attention were given that of the recorded queries only.")
+    if any(each.compressor.accumulates or each.compressor.remembers for each in shown):
+        notes.append("Methods that accumulate attention or remember queries were given the recorded queries only.")
     if any(each is None for each in judged):
         notes.append("A quantizer without any error has no break-even.")
     return notes

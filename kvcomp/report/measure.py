@@ -12,6 +12,7 @@ from torch import Tensor
 from kvcomp import ops
 from kvcomp.core import KV, Compressor, Observed
 from kvcomp.quant.mixed import MixedKV
+from kvcomp.remembered import RememberedQueries
 from kvcomp.report.figures import HeadFigures, Point
 
 TOP = (2, 5, 10)
@@ -47,6 +48,10 @@ class Pair:
             if given.queries is None:
                 raise ValueError(f"{compressor!r} needs attention: pass queries")
             whole = replace(whole, mass=ops.attention_mass(whole, given))
+        if compressor.remembers and given.queries is not None and given.query_positions is not None:
+            held = RememberedQueries(compressor.remembers, given.rotary)
+            held.add(given.queries, given.query_positions, whole.keys.shape[1])
+            given = replace(given, remembered=held.queries, remembered_positions=held.positions)
         result = compressor.compress(whole, given)
         if not all(bool(rows.isfinite().all()) for rows in (result.keys, result.values)):
             raise ValueError(

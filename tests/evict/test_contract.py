@@ -18,7 +18,7 @@ SMALL = {"budget": BUDGET, "sinks": SINKS, "recent": RECENT, "window": 4, "futur
 OWN = {"vase-attnv": {"protected": 6}, "vase-dkv": {"rank": 4}, "curdkv": {"rank": 4}}
 LEAST = {
     "budget": 1, "sinks": 0, "recent": 0, "window": 1, "pool": 1, "rank": 1, "local_window": 1, "future": 1, "skip": 0,
-    "protected": 0,
+    "protected": 0, "remembers": 0, "ahead": 0,
 }  # fmt: skip
 DRAWS = {  # what the random numbers of a method depend on, besides head and position
     "vase-attnv": {"seed", "layer", "round"},
@@ -31,6 +31,7 @@ USES = {
     "rkv": {"keys", "queries"}, "rkv-simplified": {"keys", "queries"}, "curdkv": {"keys", "values"}, "h2o": {"mass"},
     "streaming-llm": set(), "tova": {"keys", "queries"}, "keydiff": {"keys"}, "key-norm": {"keys"},
     "vatp": {"values", "mass"}, "expected-attention": {"keys", "values", "queries"}, "random": set(),
+    "replay": {"keys", "queries"},
 }  # fmt: skip
 READS = [(name, tensor) for name, tensors in USES.items() for tensor in sorted(tensors)]
 each_method = pytest.mark.parametrize("name", METHODS)

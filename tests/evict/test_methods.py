@@ -22,6 +22,7 @@ from kvcomp.evict import (
     KeyDiff,
     KeyNorm,
     Random,
+    Replay,
     SnapKV,
     StreamingLLM,
     VaSE,
@@ -29,13 +30,13 @@ from kvcomp.evict import (
 from kvcomp.evict.curdkv import gaussian_sketch
 from kvcomp.rotary import Rotary
 
-BATCH, HEADS, GROUP, ROWS, CHANNELS, QUERIES = 2, 2, 2, 40, 8, 12
+BATCH, HEADS, GROUP, ROWS, CHANNELS, QUERIES, REMEMBERED = 2, 2, 2, 40, 8, 12, 5
 ROTARY = Rotary(100.0 ** -(torch.arange(CHANNELS // 2) / (CHANNELS // 2)), scaling=1.2)
 LAYOUTS = ["whole", "evicted", "padded", "short"]
 
 
 def example(layout):
-    """40 rows and the last 12 queries; the padding holds numbers that must not matter.
+    """40 rows, the last 12 queries and 5 older ones; the padding holds numbers that must not matter.
 
     whole: positions 0..39. evicted: each head holds other positions of 0..59. padded: 7 rows of padding before the
     first text. short: 30 of them, so that its oldest 2 queries are padding too.
@@ -52,6 +53,8 @@ def example(layout):
             head.copy_(torch.cat([older, newest]))
     positions[0] = (positions[0] - pads).clamp_min(PAD)
     query_positions[0] = (query_positions[0] - pads).clamp_min(PAD)
+    remembered_positions = torch.tensor([1, 3, 8, 9, 20], dtype=torch.int32).expand(BATCH, HEADS, REMEMBERED).clone()
+    remembered_positions[0] = (remembered_positions[0] - pads).clamp_min(PAD)
     kv = KV(
         normal(BATCH, HEADS, ROWS, CHANNELS), normal(BATCH, HEADS, ROWS, CHANNELS), positions,
         torch.rand(BATCH, HEADS, ROWS, generator=generator).masked_fill(positions == PAD, 0.0),
@@ -59,6 +62,7 @@ def example(layout):
     seen = Observed(
         1.5 * normal(BATCH, HEADS * GROUP, QUERIES, CHANNELS), query_positions, 0.5 if layout == "evicted" else None,
         layer=3, round=5, seed=11, prompt_end=torch.tensor([9, 7]), padded=pads > 0, rotary=ROTARY,
+        remembered=1.5 * normal(BATCH, HEADS, REMEMBERED, CHANNELS), remembered_positions=remembered_positions,
     )  # fmt: skip
     return kv, seen
 
@@ -76,6 +80,7 @@ class Head:
     mass: list
     queries: list
     query_positions: list
+    remembered: list
     scaling: float
     prompt_end: int
 
@@ -84,6 +89,7 @@ def one_head(kv, seen, batch, number, window):
     stored = [row for row, position in enumerate(kv.positions[batch, number].tolist()) if position != PAD]
     asked = list(range(QUERIES))[-window:] if window else []
     asked = [query for query in asked if seen.query_positions[batch, query] != PAD]
+    known = [query for query in range(REMEMBERED) if seen.remembered_positions[batch, number, query] != PAD]
     queries = seen.queries[batch, number * GROUP : (number + 1) * GROUP].double().tolist()
     return Head(
         batch, number, stored,
@@ -93,6 +99,7 @@ def one_head(kv, seen, batch, number, window):
         [float(kv.mass[batch, number, row]) for row in stored],
         [[head[query] for query in asked] for head in queries],
         [int(seen.query_positions[batch, query]) for query in asked],
+        [seen.remembered[batch, number, query].double().tolist() for query in known],
         CHANNELS**-0.5 if seen.scaling is None else seen.scaling,
         int(seen.prompt_end[batch]),
     )  # fmt: skip
@@ -299,6 +306,14 @@ def expected_attention(method, head, seen, everything):
     return mean_over_group(scores)
 
 
+def replayed(method, head):
+    soon = max(head.positions) + method.ahead
+    angles = [soon * frequency for frequency in ROTARY.frequencies.tolist()]
+    turn = rotation(*([ROTARY.scaling * f(angle) for angle in angles] for f in (math.cos, math.sin)))
+    asked = [[head.scaling * dot(matvec(turn, query), key) for key in head.keys] for query in head.remembered]
+    return [max(column) for column in zip(*map(softmax, asked), strict=True)] or [0.0] * len(head.keys)
+
+
 def random(method, head, seen, everything):
     return [draw(head, seen, row) for row in range(len(head.keys))]
 
@@ -329,6 +344,8 @@ METHODS = {
     "expected-attention": (expected_attention, ExpectedAttention(**FRAME, window=8, future=20)),
     "expected-attention-mean": (expected_attention, ExpectedAttention(**WIDE, future=7, epsilon=0.1, covariance=False)),
     "random": (random, Random(**FRAME)),
+    "replay": (snapkv, Replay(**FRAME, window=4, ahead=7)),
+    "replay-wide": (snapkv, Replay(**WIDE, share=0.25)),
 }
 each_method = pytest.mark.parametrize("name", METHODS)
 
@@ -346,20 +363,23 @@ def pinned_rows(method, head):
 
 
 def reserved_rows(method, head):
-    """VaSE's rows of largest magnitude, outside the pinned ones."""
-    if not isinstance(method, VaSE):
-        return set()
+    """Outside the pinned rows, best first: VaSE's of largest magnitude, Replay's that are read most."""
     free = [row for row in range(len(head.keys)) if row not in pinned_rows(method, head)]
-    free.sort(key=lambda row: magnitude(method, head.values[row]), reverse=True)
-    return set(free[: max(method.protected - method.sinks, 0)])
+    if isinstance(method, VaSE):
+        free.sort(key=lambda row: magnitude(method, head.values[row]), reverse=True)
+        return free[: max(method.protected - method.sinks, 0)]
+    if isinstance(method, Replay):
+        read = replayed(method, head)
+        free.sort(key=lambda row: (read[row], row), reverse=True)
+        return free[: round(method.share * (method.budget - method.sinks - method.recent))]
+    return []
 
 
 def chosen(method, head, score):
     """Indices among the stored rows: the pinned ones, the reserved ones, then the best; the newest of equal ones."""
     pinned, reserved = pinned_rows(method, head), reserved_rows(method, head)
-    rest = [row for row in range(len(head.keys)) if row not in pinned | reserved]
+    rest = [row for row in range(len(head.keys)) if row not in pinned.union(reserved)]
     rest.sort(key=lambda row: (score[row], row), reverse=True)
-    reserved = sorted(reserved, key=lambda row: magnitude(method, head.values[row]), reverse=True)
     order = [*pinned, *reserved, *rest]
     return {head.stored[row] for row in order[: method.budget]}
 
@@ -378,7 +398,7 @@ def test_score_equals_the_formula(name, layout):
     score = method.score(kv, seen.last(method.window))
     for head in heads(kv, seen, method.window):
         expected = formula(method, head, seen, kv)
-        skipped = pinned_rows(method, head) | reserved_rows(method, head)
+        skipped = pinned_rows(method, head).union(reserved_rows(method, head))
         rows = [row for row in range(len(head.keys)) if row not in skipped]
         got = score[head.batch, head.number, [head.stored[row] for row in rows]]
         if rows:
@@ -410,7 +430,8 @@ def test_padded_row_scores_like_the_row_alone(name, layout):
     alone = KV(kv.keys[:1, :, real], kv.values[:1, :, real], kv.positions[:1, :, real], kv.mass[:1, :, real])
     seen_alone = replace(
         seen, queries=seen.queries[:1, :, real_queries], query_positions=seen.query_positions[:1, real_queries],
-        prompt_end=seen.prompt_end[:1], padded=False,
+        prompt_end=seen.prompt_end[:1], padded=False, remembered=seen.remembered[:1],
+        remembered_positions=seen.remembered_positions[:1],
     )  # fmt: skip
     score = method.score(kv, seen.last(method.window))[:1, :, real]
     score_alone = method.score(alone, seen_alone.last(method.window))
@@ -418,7 +439,7 @@ def test_padded_row_scores_like_the_row_alone(name, layout):
         score = score - (ROWS - real.sum())
     for number in range(HEADS):
         head = one_head(kv, seen, 0, number, method.window)
-        skipped = pinned_rows(method, head) | reserved_rows(method, head)
+        skipped = pinned_rows(method, head).union(reserved_rows(method, head))
         rows = [row for row in range(len(head.keys)) if row not in skipped]
         if rows:
             assert_equal_scores(score[0, number, rows], score_alone[0, number, rows])
@@ -431,7 +452,7 @@ def test_padded_row_keeps_the_tokens_that_it_keeps_alone(name):
     alone = KV(kv.keys[:1, :, 7:], kv.values[:1, :, 7:], kv.positions[:1, :, 7:], kv.mass[:1, :, 7:])
     seen_alone = replace(
         seen, queries=seen.queries[:1], query_positions=seen.query_positions[:1], prompt_end=seen.prompt_end[:1],
-        padded=False,
+        padded=False, remembered=seen.remembered[:1], remembered_positions=seen.remembered_positions[:1],
     )  # fmt: skip
     assert torch.equal(method.compress(kv, seen).positions[:1], method.compress(alone, seen_alone).positions)
 
@@ -447,6 +468,25 @@ def test_queries_without_positions_are_those_of_the_newest_rows(name):
     else:
         score, expected = (method.score(kv, known.last(method.window)) for known in (unknown, seen))
         assert_equal_scores(score, expected)
+
+
+def test_replay_keeps_what_an_old_query_would_read_now():
+    """Row 6 came after the query that asks for it, and its older copy, row 2, is of no more use."""
+    still = Rotary(torch.zeros(CHANNELS // 2))
+    keys = torch.randn(1, 1, 40, CHANNELS, generator=torch.Generator().manual_seed(0))
+    asked = 10 * torch.nn.functional.one_hot(torch.tensor(0), CHANNELS).float()
+    keys[..., 0] = -1.0
+    keys[0, 0, 2, 0], keys[0, 0, 6, 0] = 4.0, 6.0
+    kv, window = KV.of(keys, keys), torch.zeros(1, 1, 4, CHANNELS)
+    seen = Observed(window, torch.arange(36, 40, dtype=torch.int32)[None], rotary=still)
+    known = replace(
+        seen, remembered=asked[None, None, None], remembered_positions=torch.full((1, 1, 1), 4, dtype=torch.int32)
+    )
+    method = Replay(12, sinks=0, recent=8, window=4)
+    score = method.score(kv, known)[0, 0]
+    assert score.argmax() == 6
+    assert float(method.replayed(kv, known)[0, 0, 6]) > 0.99 and float(method.replayed(kv, known)[0, 0, 2]) < 0.01
+    assert 6 in method.select(kv, known) and 6 not in method.select(kv, seen)
 
 
 def test_tova_keeps_the_same_tokens_in_every_head():
@@ -488,6 +528,7 @@ def test_vase_reserves_the_largest_ranges_that_fit_beside_a_protected_prompt():
         (VATP(4096), {"sinks": 20, "recent": 2048, "accumulates": True}),
         (StreamingLLM(4096), {"sinks": 4, "recent": 64}),
         (TOVA(4096), {"sinks": 0, "recent": 0, "window": 1}),
+        (Replay(4096), {"window": 64, "pool": 5, "remembers": 128, "ahead": 16, "share": 0.6}),
         (ExpectedAttention(4096), {"sinks": 4, "future": 512, "skip": 4, "epsilon": 0.0, "covariance": True}),
     ],
     ids=lambda value: type(value).__name__,
