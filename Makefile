@@ -59,6 +59,8 @@ experiments: $(READY)  ## the paper's experiments on the small reasoning model; 
 experiments-main: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py main
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py pilot --problems 100
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py vase --problems 100
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py replay --problems 100
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/error_by_range.py
 
 experiments-others: $(READY)

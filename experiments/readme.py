@@ -68,6 +68,12 @@ def pilot_table(found: Points) -> str:
     return table(["setting", *ACCURACY, "paper: Qwen3-4B, GSM8K"], rows)
 
 
+def settings_table(found: Points) -> str:
+    """One line a setting."""
+    rows = [[key[0], *accuracy_cells(found, key), size(round(found.mean(key, "kv_bytes")))] for key in found.rows]
+    return table(["setting", *ACCURACY, "KV cache"], rows)
+
+
 def swept(found: Points) -> str:
     """The figure of the budget sweep and its table."""
     lines = figures.curves(found, lambda key: found.mean(key, "budget"), lambda key: key[0])
@@ -134,6 +140,8 @@ def speeds(data: dict[str, Any]) -> str:
 SECTIONS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Every method at a quarter of the rows", "reasoning_main", lambda data: main_table(Points(data))),
     ("The pilot: from SnapKV to VaSE", "reasoning_pilot", lambda data: pilot_table(Points(data))),
+    ("Settings of VaSE-AttnV", "reasoning_vase", lambda data: settings_table(Points(data))),
+    ("Settings of Replay", "reasoning_replay", lambda data: settings_table(Points(data))),
     ("Fewer rows", "reasoning_sweep", lambda data: swept(Points(data))),
     ("Accuracy against bytes", "reasoning_front", lambda data: fronted(Points(data))),
     ("Quantization error of the values against their range", "error_by_range", errors),

@@ -4,7 +4,7 @@ Each point of a study (`studies.py`) solves the same problems of both families g
 tokens; a chain is right if every word of it is.
 
     python experiments/reasoning.py main [--problems 400] [--seeds 2]
-    python experiments/reasoning.py pilot | sweep | front
+    python experiments/reasoning.py pilot | sweep | front | vase | replay
 """
 
 from __future__ import annotations

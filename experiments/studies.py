@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from value_range import ValueRange
 
 from kvcomp.core import Compressor
-from kvcomp.evict import METHODS, RKV, Random, SnapKV, VaSE
+from kvcomp.evict import METHODS, RKV, Random, Replay, SnapKV, VaSE
 from kvcomp.pipeline import Pipeline
 from kvcomp.quant.spec import parse_compressor
 
@@ -32,6 +32,8 @@ class Study(StrEnum):
     main = "main"
     sweep = "sweep"
     front = "front"
+    vase = "vase"
+    replay = "replay"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def pilot() -> list[Point]:
 
 
 DRAWN = ("vase-attnv", "vase-dkv", "curdkv", "random")
-WITH_WINDOW = ("vase-attnv", "snapkv", "expected-attention")
+WITH_WINDOW = ("vase-attnv", "snapkv", "expected-attention", "replay")
 OWN_RECENT = ("rkv", "rkv-simplified", "h2o", "tova")
 """Methods that say themselves how many recent rows they keep."""
 
@@ -100,7 +102,7 @@ def main_table() -> list[Point]:
     return [FULL, *(method(name, pinned) for name in METHODS for pinned in (False, True)), ORACLE]
 
 
-SWEPT = ("vase-attnv", "vase-dkv", "snapkv", "rkv-simplified", "curdkv", "expected-attention", "random")
+SWEPT = ("replay", "vase-attnv", "vase-dkv", "snapkv", "rkv-simplified", "curdkv", "expected-attention", "random")
 
 
 def sweep() -> list[Point]:
@@ -115,11 +117,56 @@ QUANTIZERS = ("", "k8v4 recent=16", "int4 recent=16", "int4 rotated recent=16")
 def front() -> list[Point]:
     """Eviction, quantization, and both: accuracy against bytes."""
     points = [replace(FULL, quantizer=quantizer) for quantizer in QUANTIZERS]
-    for name in ("vase-attnv", "rkv-simplified"):
+    for name in ("replay", "vase-attnv"):
         base = method(name)
         for fraction in (3 / 4, 1 / 2, 1 / 4):
             points += [replace(base, fraction=fraction, quantizer=quantizer) for quantizer in QUANTIZERS]
     return points
 
 
-STUDIES = {Study.pilot: pilot, Study.main: main_table, Study.sweep: sweep, Study.front: front}
+def vase() -> list[Point]:
+    """Each setting of VaSE-AttnV on its own, from the one with few V slots, which did best in the pilot."""
+    start: dict[str, Any] = {**WINDOWED, "sinks": 4}
+    changed: dict[str, dict[str, Any]] = {
+        "budget/16 V slots": {},
+        "temperature 0.5": {"temperature": 0.5},
+        "temperature 2": {"temperature": 2.0},
+        "no sampling": {"stochastic": False},
+        "no pooling": {"pool": 1},
+        "no sinks": {"sinks": 0},
+        "window 64": {"window": 64},
+        "slots by variance": {"magnitude": "variance"},
+    }
+
+    def build(change: dict[str, Any]) -> Build:
+        return lambda b: VaSE(b, protected=b // 16, **start | change)
+
+    points = [Point(f"VaSE attnv, {name}", build(change), drawn=True) for name, change in changed.items()]
+    return [Point("SnapKV", lambda b: SnapKV(b, **start)), *points]
+
+
+def replay() -> list[Point]:
+    """Replay, and each of its settings changed on its own."""
+    changed: dict[str, dict[str, Any]] = {
+        "": {},
+        ", remembers 64": {"remembers": 64},
+        ", remembers 256": {"remembers": 256},
+        ", share 0.3": {"share": 0.3},
+        ", share 1": {"share": 1.0},
+        ", asked far away": {"ahead": 512},
+    }
+
+    def build(change: dict[str, Any]) -> Build:
+        return lambda b: Replay(b, **WINDOWED, **change)
+
+    return [FULL, *(Point(f"Replay{name}", build(change)) for name, change in changed.items())]
+
+
+STUDIES = {
+    Study.pilot: pilot,
+    Study.main: main_table,
+    Study.sweep: sweep,
+    Study.front: front,
+    Study.vase: vase,
+    Study.replay: replay,
+}
