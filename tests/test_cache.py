@@ -6,7 +6,7 @@ from support import MaskedOracle, generate, kept_positions, left_padded, relativ
 from transformers import DynamicCache
 
 from kvcomp import CompressedCache, attention
-from kvcomp.evict import H2O, KeyNorm, Random, SnapKV, StreamingLLM, VaSE
+from kvcomp.evict import H2O, KeyNorm, Random, Replay, SnapKV, StreamingLLM, VaSE
 
 SMALL = VaSE(24, sinks=2, recent=4, window=4, protected=6)
 
@@ -121,14 +121,16 @@ def test_a_long_prompt_is_compressed_layer_by_layer():
     assert rows == [[0, 0, 0], [24, 0, 0], [24, 24, 0]]
 
 
-def test_the_memory_report_counts_the_bytes_behind_every_tensor():
+@pytest.mark.parametrize("method", [H2O(24), Replay(24, sinks=2, recent=4, window=4, remembers=20)], ids=repr)
+def test_the_memory_report_counts_the_bytes_behind_every_tensor(method):
     model = tiny("gemma3")
-    cache = CompressedCache(model, H2O(24), interval=8)
+    cache = CompressedCache(model, method, interval=8)
     model(tokens(2, 60), cache=cache)
     reachable = {}
     for layer in cache.layers:
         parts = [layer.storage.buffer, layer.recent_queries] if layer in cache.compressed else [layer]
-        for value in [value for part in parts for value in vars(part).values()]:
+        remembered = layer.remembered.tensors if layer in cache.compressed else []
+        for value in [value for part in parts for value in vars(part).values()] + remembered:
             if isinstance(value, torch.Tensor) and value.ndim > 1:
                 reachable[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
     memory = cache.memory()

@@ -130,6 +130,15 @@ def test_sliding_layers_learned_sinks_and_accumulated_attention_are_told():
     assert any("accumulate attention" in note for note in report.notes)
 
 
+def test_a_method_that_remembers_queries_is_given_those_recorded():
+    ids = tokens(1, 100)
+    texts = [f"replay budget=60 sinks=2 recent=16 window=4 remembers={size}" for size in (0, 40)]
+    report = quantization_report(tiny(), ids, texts, predict=False, window=30)
+    assert any("remember queries" in note for note in report.notes)
+    without, remembering = ([head.output_error for head in report.heads if head.compressor == text] for text in texts)
+    assert without != remembering
+
+
 def test_mistakes():
     model, ids = tiny("qwen3"), tokens(1, 100)
     with pytest.raises(ValueError, match="padded"):
