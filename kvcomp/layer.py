@@ -233,7 +233,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
             if self.compressor.accumulates:
                 self.storage.add_mass(ops.attention_mass(kv, seen))
             if self.compressor.remembers:
-                self.remembered.add(seen.queries, seen.query_positions, kv.keys.shape[1])
+                self.remembered.add(seen.queries, seen.query_positions, self.storage.recent.keys.shape[1])
         self.count.uncounted = 0
 
     def observed(self, window: int) -> Observed:

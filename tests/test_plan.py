@@ -86,7 +86,7 @@ def test_every_shape_of_attention_to_the_byte(config, batch):
     [
         STREAM, SnapKV(24, window=4, **SMALL), PLAIN, EXACT,
         VaSE(40, protected=10, window=16, **SMALL) | EXACT, H2O(24) | PLAIN,
-        Replay(40, window=16, remembers=45, **SMALL),
+        Replay(40, window=16, remembers=45, **SMALL), Replay(40, window=4, **SMALL) | EXACT,
         Random(30, **SMALL) | EXACT, StreamingLLM(12, **SMALL) | MixedPrecision(8, sinks=0, recent=20),
         STREAM | MixedPrecision(2, exact=1.0, sinks=0, recent=1), BitsAndBytes("int8", exact=0.1, **SMALL),
     ],

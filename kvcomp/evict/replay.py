@@ -59,13 +59,13 @@ class Replay(ScoreEvictor):
 
     def replayed(self, kv: KV, seen: Observed) -> Score:
         """`r_i` of each row; 0 for one that no remembered query reads."""
-        most = torch.zeros(kv.keys.shape[:3], device=kv.keys.device)
         if seen.rotary is None:
             raise NotImplementedError("Replay turns queries, but the rotary embedding of this model is not known")
         assert seen.remembered is not None and seen.remembered_positions is not None
-        pads = seen.remembered_positions < 0
+        keys, pads = kv.keys, seen.remembered_positions < 0
+        most, rows = keys.new_zeros(keys.shape[:3], dtype=torch.float32), KV(keys, keys, kv.positions)
         for queries, unknown in zip(seen.remembered.split(AT_ONCE, 2), pads.split(AT_ONCE, 2), strict=True):
-            weights = self._ask(kv, seen, queries).softmax(-1).masked_fill(unknown[..., None], 0.0)
+            weights = self._ask(rows, seen, queries).softmax(-1).masked_fill(unknown[..., None], 0.0)
             most = torch.maximum(most, weights.amax(2))
         return most
 

@@ -164,7 +164,7 @@ class _Layer(CompressedLayer):
     def _accumulate(self) -> None:
         queries = self.observed(self.count.uncounted).queries
         if queries is not None and self.compressor.remembers:
-            remember(self.remembered, queries, self.storage.kv.keys.shape[1])
+            remember(self.remembered, queries, self.storage.recent.keys.shape[1])
         self.count.uncounted = 0  # the numbers in `mass` change, not their place
 
 
