@@ -1,4 +1,4 @@
-"""The queries that a layer remembers: the most novel ones, whatever came in which forward."""
+"""The queries that a layer remembers: the most novel ones."""
 
 import math
 
@@ -99,7 +99,7 @@ def test_unknown_rotary_embedding_is_refused():
         RememberedQueries(12, None).add(*queries(4), kv_heads=2)
 
 
-def test_a_layer_remembers_every_query_once_however_the_text_was_fed():
+def test_a_layer_hands_over_every_query_once_and_remembers_no_more_than_asked():
     model, ids = tiny(), tokens(2, 90)
     caches = [CompressedCache(model, METHOD, interval=8) for _ in range(2)]
     held = RememberedQueries(10_000, caches[0].compressed[1].rotary)
@@ -109,8 +109,9 @@ def test_a_layer_remembers_every_query_once_however_the_text_was_fed():
         for token in range(50, 90):
             model(ids[:, token, None], cache=cache)
     layer = caches[0].compressed[1]
-    seen = sorted(set(held.positions[0, 0].tolist()))
-    assert seen == list(range(90 - layer.count.uncounted)) and layer.count.uncounted < 8
+    heads, group = held.positions.shape[1], model.config.num_attention_heads // model.config.num_key_value_heads
+    every = [position for position in range(90 - layer.count.uncounted) for _ in range(group)]
+    assert layer.count.uncounted < 8 and held.positions.tolist() == [[every] * heads] * 2
     assert layer.remembered.rows.rows == METHOD.remembers
 
 
