@@ -18,12 +18,13 @@ from typing import Annotated, Any
 import torch
 import typer
 from machine import write_results
-from reasoner.oracle import Oracle, until
+from reasoner.oracle import AttentionOracle, Oracle, largest_weights, until
 from rich.console import Console
 from rich.progress import Progress
 from studies import RECENT, STUDIES, Point, Study
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcomp.core import Compressor
 from kvcomp.eval import run, tasks
 from kvcomp.eval.chains import FAMILIES, Chain
 from kvcomp.eval.decode import Decoding, decode
@@ -61,7 +62,7 @@ class Reasoner:
     def check(self, points: list[Point]) -> None:
         """Raises ValueError for a point that cannot hold what it protects, before any work."""
         for point, family in itertools.product(points, FAMILIES):
-            compressor = None if point.oracle else point.compressor(self.length(family))
+            compressor = None if point.told else point.compressor(self.length(family))
             if compressor is not None:
                 compressor.check_prompt(len(self.work[family][0].ids))
 
@@ -71,7 +72,7 @@ class Reasoner:
 
     def solve(self, point: Point, family: str, seed: int) -> list[Record]:
         """One record a problem."""
-        if point.oracle:
+        if point.told:
             return list(self._with_oracle(point, family))
         task, compressor = tasks.find(family), point.compressor(self.length(family))
         how = Decoding(compressor, INTERVAL, task.max_new_tokens, seed=seed)
@@ -84,10 +85,18 @@ class Reasoner:
         for start in range(0, len(self.work[family]), BATCH):
             batch = self.work[family][start : start + BATCH]
             ids, begin = torch.tensor([one.ids for one in batch]), time.perf_counter()
-            oracle = Oracle(budget, until([_chain(one) for one in batch]), recent=RECENT)
-            how = Decoding(oracle, INTERVAL, task.max_new_tokens)
+            how = Decoding(self._oracle(point, budget, batch), INTERVAL, task.max_new_tokens)
             for done in decode(self.model, ids, [one.problem.id for one in batch], set(), how):
                 yield run.record(task, batch[done.row], done, self.tokenizer, time.perf_counter() - begin)
+
+    @torch.no_grad()
+    def _oracle(self, point: Point, budget: int, batch: list[run.Work]) -> Compressor:
+        """What `point` is told, of the problems of a batch."""
+        if point.told == "facts":
+            return Oracle(budget, until([_chain(one) for one in batch]), recent=RECENT)
+        texts = [" ".join([one.problem.prompt, one.problem.answer]) for one in batch]
+        weights = largest_weights(self.model, torch.tensor(self.tokenizer(texts).input_ids))
+        return AttentionOracle(budget, weights, recent=RECENT)
 
 
 def row(
@@ -103,7 +112,7 @@ def row(
         "budget": None if point.fraction == 1 else int(length * point.fraction),
         "quantizer": point.quantizer,
         "seed": seed,
-        "compressor": "oracle" if point.oracle else repr(point.compressor(length)),
+        "compressor": point.name if point.told else repr(point.compressor(length)),
         **asdict(Summary.of(records)),
         "right": "".join(str(int(record.correct)) for record in records),
         "before": [round(before(record.completion, answers[record.problem]), 4) for record in records],

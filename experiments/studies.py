@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from value_range import ValueRange
 
@@ -38,14 +38,15 @@ class Study(StrEnum):
 
 @dataclass(frozen=True)
 class Point:
-    """A method at a budget; `drawn`: its result depends on the seed; `oracle`: it is told what will be needed."""
+    """A method at a budget; `drawn`: its result depends on the seed; `told`: of an oracle, what it knows of the rest of
+    the chain."""
 
     name: str
     build: Build | None
     fraction: float = 0.25
     drawn: bool = False
     quantizer: str = ""
-    oracle: bool = False
+    told: Literal["", "facts", "attention"] = ""
 
     def compressor(self, length: int) -> Compressor | None:
         """For texts of `length` tokens; None: the full cache."""
@@ -56,7 +57,8 @@ class Point:
 
 
 FULL = Point("full cache", None, 1.0)
-ORACLE = Point("oracle", None, oracle=True)
+ORACLE = Point("oracle", None, told="facts")
+ATTENTION_ORACLE = Point("attention oracle", None, told="attention")
 
 
 def pilot() -> list[Point]:
@@ -99,7 +101,7 @@ def method(name: str, protect_prompt: bool = False) -> Point:
 
 def main_table() -> list[Point]:
     """Every method at a quarter of the rows, with and without protection of the prompt."""
-    return [FULL, *(method(name, pinned) for name in METHODS for pinned in (False, True)), ORACLE]
+    return [FULL, *(method(name, pinned) for name in METHODS for pinned in (False, True)), ORACLE, ATTENTION_ORACLE]
 
 
 SWEPT = ("replay", "vase-attnv", "vase-dkv", "snapkv", "rkv-simplified", "curdkv", "expected-attention", "random")
@@ -107,11 +109,11 @@ SWEPT = ("replay", "vase-attnv", "vase-dkv", "snapkv", "rkv-simplified", "curdkv
 
 def sweep() -> list[Point]:
     """A half to a quarter of the rows."""
-    points = [*(method(name) for name in SWEPT), method("random", protect_prompt=True), ORACLE]
+    points = [*(method(name) for name in SWEPT), method("random", protect_prompt=True), ORACLE, ATTENTION_ORACLE]
     return [replace(point, fraction=fraction) for fraction in (1 / 2, 3 / 8, 1 / 4) for point in points]
 
 
-QUANTIZERS = ("", "k8v4 recent=16", "int4 recent=16", "int4 rotated recent=16")
+QUANTIZERS = ("", "k8v4 recent=16", "int4 rotated recent=16", "int4 rotated exact=0.05 recent=16")
 
 
 def front() -> list[Point]:
@@ -119,7 +121,7 @@ def front() -> list[Point]:
     points = [replace(FULL, quantizer=quantizer) for quantizer in QUANTIZERS]
     for name in ("replay", "vase-attnv"):
         base = method(name)
-        for fraction in (3 / 4, 1 / 2, 1 / 4):
+        for fraction in (3 / 4, 1 / 2, 3 / 8, 1 / 4):
             points += [replace(base, fraction=fraction, quantizer=quantizer) for quantizer in QUANTIZERS]
     return points
 

@@ -1,4 +1,4 @@
-"""An evictor that is told by which rows the rest of a chain can be found: what a good choice would reach at least."""
+"""Evictors that are told the rest of a chain: which rows say it, or which rows the full cache reads for it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvcomp.core import KV, Observed, Score
 from kvcomp.eval.chains import CONSTANTS, FORMS, Chain
@@ -15,6 +16,8 @@ from kvcomp.evict.base import ScoreEvictor
 
 KEYS = {*FORMS, *CONSTANTS}
 """Words that stand before what must be looked up."""
+AT_ONCE = 10
+"""Texts whose attention weights are held together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +38,44 @@ class Oracle(ScoreEvictor):
         flat = positions.clamp(0, self.until.shape[1] - 1).flatten(1)
         until = self.until.gather(1, flat).view_as(positions)
         return positions.float() + self.until.shape[1] * (until > positions[:, :, -1:]).float()
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionOracle(ScoreEvictor):
+    """Keeps the rows that the full cache will read with the largest weight.
+
+    `largest`, for each layer `[batch, kv_heads, tokens + 1, tokens]`: the largest weight that the tokens of the right
+    chain from a place on give to each row (`largest_weights`). For batches whose rows stay together.
+    """
+
+    largest: Sequence[Tensor] = field(repr=False)
+    _: KW_ONLY
+    recent: int = 32
+
+    def score(self, kv: KV, seen: Observed) -> Score:
+        """The largest weight that is still to come."""
+        from_now = self.largest[seen.layer][:, :, int(kv.positions[0, 0, -1]) + 1]
+        return from_now.gather(2, kv.positions.long().clamp(0)).float()
+
+
+def largest_weights(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    """What `AttentionOracle` is told about the texts `ids` `[batch, tokens]`, in float16."""
+    before, parts = model.config._attn_implementation, []
+    model.set_attn_implementation("eager")  # the one that returns weights
+    try:
+        for some in ids.split(AT_ONCE):
+            weights = model(some, use_cache=False, output_attentions=True).attentions
+            parts.append([_still_to_come(of_layer, model.config.num_key_value_heads) for of_layer in weights])
+    finally:
+        model.set_attn_implementation(before)
+    return [torch.cat(of_layer) for of_layer in zip(*parts, strict=True)]
+
+
+def _still_to_come(weights: Tensor, kv_heads: int) -> Tensor:
+    """From `[batch, query_heads, queries, rows]` the maximum of each KV head's queries at or after each place."""
+    of_group = weights.unflatten(1, (kv_heads, -1)).amax(2)
+    latest_first = torch.nn.functional.pad(of_group.flip(2), (0, 0, 1, 0))
+    return latest_first.cummax(2).values.flip(2).half()
 
 
 def needed_until(chain: Chain) -> list[int]:

@@ -80,12 +80,29 @@ def trained():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_oracle_solves_most_of_what_the_full_cache_does_and_a_window_none(trained, family):
+def test_the_oracles_solve_most_of_what_the_full_cache_does_and_a_window_none(trained, family):
     window = Point("window", lambda budget: StreamingLLM(budget, recent=studies.RECENT))
-    full, best, worst = (
-        sum(one.correct for one in trained.solve(point, family, 0)) for point in (studies.FULL, studies.ORACLE, window)
+    full, facts, attention, worst = (
+        sum(one.correct for one in trained.solve(point, family, 0))
+        for point in (studies.FULL, studies.ORACLE, studies.ATTENTION_ORACLE, window)
     )
-    assert full >= 20 and best >= 12 and worst == 0
+    assert full >= 20 and facts >= 12 and attention >= 16 and worst == 0
+
+
+def test_the_attention_oracle_is_told_the_largest_weight_that_is_still_to_come(trained):
+    ids = torch.tensor([one.ids for one in trained.work["registers"][:2]])
+    before = trained.model.config._attn_implementation
+    with torch.no_grad():
+        told = oracle.largest_weights(trained.model, ids)
+        assert trained.model.config._attn_implementation == before
+        trained.model.set_attn_implementation("eager")
+        weights = trained.model(ids, output_attentions=True).attentions
+        trained.model.set_attn_implementation(before)
+    groups = weights[0].shape[1] // told[0].shape[1]
+    for layer, head, now, row in ((0, 0, 0, 0), (1, 1, 40, 17), (3, 0, 80, 80), (2, 1, ids.shape[1] - 1, 5)):
+        heads = weights[layer][:, head * groups : (head + 1) * groups, now:, row]
+        torch.testing.assert_close(told[layer][:, head, now, row], heads.amax((1, 2)).half())
+    assert all((of_layer[:, :, -1] == 0).all() for of_layer in told)
 
 
 def test_the_first_error_is_traced_to_a_row_that_was_evicted(reasoner):
