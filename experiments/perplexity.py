@@ -114,6 +114,14 @@ def methods(budget: int) -> list[Method]:
     ]
 
 
+def chosen(names: list[str] | None) -> list[Method]:
+    """The methods of these names, and always the full cache; None: all. Raises typer.BadParameter for another name."""
+    found = methods(BUDGET)
+    if unknown := set(names or ()) - {method.name for method in found}:
+        raise typer.BadParameter(f"no method {sorted(unknown)}; there are {[method.name for method in found]}")
+    return [method for method in found if not names or method.name in (FULL, *names)]
+
+
 def read_text(text: Text, math_file: Path | None, field: str) -> str:
     """The parts of the text joined with blank lines. Raises typer.BadParameter if the math file is not given."""
     if text is Text.topics:
@@ -124,12 +132,13 @@ def read_text(text: Text, math_file: Path | None, field: str) -> str:
     return "\n\n".join(json.loads(line)[field] for line in lines if line.strip())
 
 
-def cut(text: str, tokenizer: PreTrainedTokenizerBase, count: int) -> torch.Tensor:
-    """The first `count` disjoint stretches `[count, LENGTH]`. Raises typer.BadParameter if the text is shorter."""
-    tokens = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
-    if len(tokens) < count * LENGTH:
-        raise typer.BadParameter(f"the text has {len(tokens)} tokens, {count} stretches need {count * LENGTH}")
-    return tokens[: count * LENGTH].view(count, LENGTH)
+def cut(text: str, tokenizer: PreTrainedTokenizerBase, count: int, skip: int = 0) -> torch.Tensor:
+    """`count` disjoint stretches `[count, LENGTH]`, after `skip` others. Raises typer.BadParameter if the text is
+    shorter."""
+    tokens, stop = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids), (skip + count) * LENGTH
+    if len(tokens) < stop:
+        raise typer.BadParameter(f"the text has {len(tokens)} tokens, {skip + count} stretches need {stop}")
+    return tokens[skip * LENGTH : stop].view(count, LENGTH)
 
 
 def scored(
@@ -193,10 +202,12 @@ def summary(method: Method, runs: list[Run]) -> dict[str, Any]:
 
 
 def check_orders(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each of `ORDERS`: the two perplexities, whether the order holds, and in how many stretches it does."""
+    """For each of `ORDERS` whose methods ran: the perplexities, whether the order holds, and in how many stretches."""
     found = {row["method"]: row for row in rows}
     checked = []
     for statement, lower, higher in ORDERS:
+        if not {lower, higher} <= found.keys():
+            continue
         low, high = found[lower], found[higher]
         pairs = list(zip(low["stretches"], high["stretches"], strict=True))
         checked.append(
@@ -259,8 +270,9 @@ def write_markdown(path: Path, text: str, table: list[list[str]], orders: list[d
         f"{settings['minutes']:.1f} minutes.", "",
         f"{source['processor']}, {source['threads']} thread; Python {source['python']}, torch {source['torch']}, "
         f"transformers {source['transformers']}; float32.", "",
-        f"Second half of {settings['stretches']} stretches of {LENGTH} tokens, read in chunks of {CHUNK}, interval "
-        f"{CHUNK}: `exp` of the mean negative log-likelihood over all stretches and seeds. Each method keeps sinks and "
+        f"Second half of {settings['stretches']} stretches of {LENGTH} tokens, after {settings['skip']} that were left "
+        f"out, read in chunks of {CHUNK}, interval {CHUNK}: `exp` of the mean negative log-likelihood over all "
+        "stretches and seeds. Each method keeps sinks and "
         "recent rows by its own defaults; the JSON file has every setting and run. `Random(protect_prompt=True)` is "
         "left out: this text has no prompt to protect.", "",
         "| " + " | ".join(COLUMNS) + " |", "| --- " + "| ---: " * (len(COLUMNS) - 1) + "|",
@@ -275,6 +287,8 @@ def main(
     math_file: Annotated[Path | None, typer.Option(help="JSON Lines file for --text math, such as MATH-500")] = None,
     field: Annotated[str, typer.Option(help="field of the math file that is read")] = "problem",
     stretches: Annotated[int, typer.Option(min=1, help="disjoint stretches of 2,048 tokens")] = 4,
+    skip: Annotated[int, typer.Option(min=0, help="stretches of the text left out before them")] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="methods beside the full cache; repeatable")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="seeds on each stretch, for methods that draw noise")] = 3,
     seed: Annotated[int, typer.Option(help="first seed")] = 0,
     name: Annotated[str, typer.Option(help="files in experiments/results, without .json and .md")] = "perplexity",
@@ -282,9 +296,9 @@ def main(
     """Measure perplexity under eviction and write experiments/results/<name>.json and .md."""
     start, commit = time.perf_counter(), provenance()["commit"]
     torch.set_num_threads(1)
-    content = read_text(text, math_file, field)
+    tested, content = chosen(only), read_text(text, math_file, field)
     model, tokenizer = models.load(models.SMOLLM2, dtype="float32")
-    tokens, tested, rows = cut(content, tokenizer, stretches), methods(BUDGET), []
+    tokens, rows = cut(content, tokenizer, stretches, skip), []
     with torch.no_grad(), Progress() as progress:
         task = progress.add_task("reading", total=stretches * sum(seeds if method.drawn else 1 for method in tested))
         for method in tested:
@@ -294,8 +308,8 @@ def main(
     table = [cells(row, rows[0]["perplexity"]) for row in sorted(rows, key=lambda row: float(row["perplexity"]))]
     path = write_results(
         name, rows, model=models.SMOLLM2, text=label, tokens_sha256=sha256(tokens.numpy().tobytes()).hexdigest(),
-        stretches=stretches, seeds=seeds, seed=seed, length=LENGTH, chunk=CHUNK, interval=CHUNK, budget=BUDGET,
-        commit_at_start=commit, minutes=(time.perf_counter() - start) / 60, orders=orders,
+        stretches=stretches, skip=skip, seeds=seeds, seed=seed, length=LENGTH, chunk=CHUNK, interval=CHUNK,
+        budget=BUDGET, commit_at_start=commit, minutes=(time.perf_counter() - start) / 60, orders=orders,
     )  # fmt: skip
     write_markdown(path, label, table, orders, seed)
     show(table, orders)
