@@ -1,11 +1,15 @@
 """The experiments measure what they say; run at toy sizes."""
 
+from types import SimpleNamespace
+
 import cache_bytes
 import decode_speed
 import packed_speed
+import perplexity
 import pytest
 import quantization
 import torch
+import typer
 from machine import provenance
 
 from kvcomp import KV, Observed
@@ -70,3 +74,15 @@ def test_a_side_that_is_not_packed_stays_as_it_is():
     assert torch.equal(packed.values, kv.values) and not torch.equal(packed.keys, kv.keys)
     packed = quantization.OneSide(4, keys=False, exact=0.0, sinks=0, recent=0).compress(kv, Observed())
     assert torch.equal(packed.keys, kv.keys) and not torch.equal(packed.values, kv.values)
+
+
+def test_perplexity_of_chosen_methods_on_later_stretches():
+    assert [method.name for method in perplexity.chosen(["Replay"])] == [perplexity.FULL, "Replay"]
+    with pytest.raises(typer.BadParameter, match="no method .'Nothing'"):
+        perplexity.chosen(["Replay", "Nothing"])
+    tokenizer = lambda text, add_special_tokens: SimpleNamespace(input_ids=[int(word) for word in text.split()])  # noqa: E731
+    text = " ".join(map(str, range(4 * perplexity.LENGTH + 5)))
+    assert perplexity.cut(text, tokenizer, 2, skip=1)[:, 0].tolist() == [perplexity.LENGTH, 2 * perplexity.LENGTH]
+    with pytest.raises(typer.BadParameter, match="5 stretches need 10240"):
+        perplexity.cut(text, tokenizer, 2, skip=3)
+    assert perplexity.check_orders([{"method": "Replay"}]) == []

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,36 @@ def test_the_batch_size_changes_no_record(reasoner, tmp_path, compressor, settin
         untimed(evaluate(reasoner, tmp_path / f"{size}.jsonl", compressor, batch=size, **settings)) for size in (1, 4)
     ]
     assert runs[0] == runs[1]
+
+
+@dataclass(frozen=True)
+class Watched(VaSE):
+    """VaSE-AttnV that remembers what it kept: layer, round, positions."""
+
+    kept: list = field(default_factory=list, compare=False)
+
+    def compress(self, kv, seen):
+        kept = super().compress(kv, seen)
+        self.kept.append((seen.layer, seen.round, kept.positions.clone()))
+        return kept
+
+
+def test_the_batch_size_changes_no_kept_row(reasoner, tmp_path):
+    found = []
+    for size in (1, 2, 6):
+        method = Watched(64, recent=16, window=16)
+        evaluate(reasoner, tmp_path / f"{size}.jsonl", method, batch=size)
+        rounds = {(layer, number) for layer, number, _ in method.kept}
+        found.append(
+            {
+                (layer, number): torch.cat([rows for *which, rows in method.kept if which == [layer, number]])
+                for layer, number in rounds
+            }
+        )
+    first, *others = found
+    assert len(first) > 4 and max(map(len, first.values())) == 6
+    for other in others:
+        assert first.keys() == other.keys() and all(torch.equal(first[key], other[key]) for key in first)
 
 
 def test_a_stopped_run_goes_on_where_it_was(reasoner, tmp_path, monkeypatch):
@@ -125,22 +155,44 @@ def command(*arguments, launcher=("-m", "kvcomp.cli")):
     )
 
 
-def test_two_processes_write_the_file_of_one(random_reasoner, tmp_path):
-    options = [*OPTIONS, "--model", str(random_reasoner)]
-    one = command(*options, "--out", str(tmp_path / "one.jsonl"))
-    assert one.returncode == 0, one.stderr
-    launch = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "kvcomp.cli")
-    two = command(*options, "--out", str(tmp_path / "two.jsonl"), launcher=launch)
-    assert two.returncode == 0, two.stderr
-    assert untimed(read(tmp_path / "one.jsonl")) == untimed(read(tmp_path / "two.jsonl"))
-    assert len(read(tmp_path / "two.jsonl")) == 7
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "one.jsonl", "one.jsonl.settings.json", "two.jsonl", "two.jsonl.settings.json",
-    ]  # fmt: skip
-    settings = json.loads((tmp_path / "one.jsonl.settings.json").read_text())
+TWO = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "kvcomp.cli")
+
+
+@pytest.fixture(scope="module")
+def one(random_reasoner, tmp_path_factory):
+    """The file that one process writes."""
+    path = tmp_path_factory.mktemp("run") / "one.jsonl"
+    done = command(*OPTIONS, "--model", str(random_reasoner), "--out", str(path))
+    assert done.returncode == 0, done.stderr
+    assert sorted(each.name for each in path.parent.iterdir()) == ["one.jsonl", "one.jsonl.settings.json"]
+    return path
+
+
+def of_two_processes(random_reasoner, path):
+    """What two processes leave at `path`, without the seconds, and nothing beside it."""
+    done = command(*OPTIONS, "--model", str(random_reasoner), "--out", str(path), launcher=TWO)
+    assert done.returncode == 0, done.stderr
+    assert sorted(each.name for each in path.parent.iterdir()) == [path.name, f"{path.name}.settings.json"]
+    return untimed(read(path))
+
+
+def test_two_processes_write_the_file_of_one(random_reasoner, one, tmp_path):
+    path = tmp_path / "two.jsonl"
+    assert of_two_processes(random_reasoner, path) == untimed(read(one)) and len(read(path)) == 7
+    settings = json.loads(path.with_name("two.jsonl.settings.json").read_text())
     assert settings["budget"] == 64 and settings["task"] == "registers"
-    shown = command("compare", str(tmp_path / "one.jsonl"), str(tmp_path / "two.jsonl"))
+    shown = command("compare", str(one), str(path))
     assert shown.returncode == 0 and "+0.000 (+0.000 to +0.000)" in " ".join(shown.stdout.split())
+
+
+def test_two_processes_go_on_with_what_three_left_behind(random_reasoner, one, tmp_path):
+    path, lines = tmp_path / "run.jsonl", one.read_bytes().splitlines(keepends=True)
+    path.with_name("run.jsonl.settings.json").write_bytes(one.with_name("one.jsonl.settings.json").read_bytes())
+    for process, written in enumerate((lines[0] + lines[3][:40], lines[1], lines[5] + lines[6])):
+        path.with_name(f"run.jsonl.part{process}").write_bytes(written)
+    assert of_two_processes(random_reasoner, path) == untimed(read(one))
+    kept = [json.loads(lines[index])["seconds"] for index in (0, 1, 5, 6)]
+    assert [read(path)[index].seconds for index in (0, 1, 5, 6)] == kept  # not made again
 
 
 @pytest.mark.parametrize(
