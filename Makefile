@@ -61,11 +61,11 @@ experiments-main: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py pilot --problems 100
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py vase --problems 100
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py replay --problems 100
-	OMP_NUM_THREADS=1 $(BIN)/python experiments/error_by_range.py
 
 experiments-others: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py sweep --problems 100
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py front --problems 100 --dtype bfloat16
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/error_by_range.py
 
 gpu-check:  ## tests and speed of the kernels on an NVIDIA GPU; at most 8 minutes
 	PYTHONPATH=.:kernels:experiments:tests $(PYTHON_GPU) experiments/gpu_check.py
