@@ -16,14 +16,19 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+WRITTEN = ("results", "figures", "README.md")
+"""What experiments write beside this file."""
 
 
 def provenance() -> dict[str, Any]:
-    """Command line, date, commit (with `+` if files differ from it), versions, processor and, if any, the GPU."""
+    """Command line, date, commit, versions, processor and, if any, the GPU. The commit has a `+` if files differ from
+    it, other than those that experiments write."""
+    sources = [":(top)", *(f":(exclude){name}" for name in WRITTEN)]
     return {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
+        "commit": _git("rev-parse", "--short", "HEAD")
+        + ("+" if _git("status", "--porcelain", "-uno", "--", *sources) else ""),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": _version("transformers"),

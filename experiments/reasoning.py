@@ -1,17 +1,20 @@
-"""Accuracy of the small reasoning model with each method: the pilot, the main table, the budget sweep, the front.
+"""Accuracy of a reasoning model with each method: the pilot, the main table, the budget sweep, the front.
 
-Each point of a study (`studies.py`) solves the same problems of both families greedily, compressing every `interval`
-tokens; a chain is right if every word of it is.
+Each point of a study (`studies.py`) solves the same problems greedily, compressing every `interval` tokens: those of
+both generated families with the small model here, where a chain is right if every word of it is, or any task of
+`kvcomp eval` with any model.
 
     python experiments/reasoning.py main [--problems 400] [--seeds 2]
     python experiments/reasoning.py pilot | sweep | front | vase | replay
+    python experiments/reasoning.py main --model Qwen/Qwen3-4B --task gsm8k --length 2048 --device cuda \\
+        --dtype bfloat16 --interval 64 --batch 16 --name qwen3_main
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -30,6 +33,7 @@ from kvcomp.eval.chains import FAMILIES, Chain
 from kvcomp.eval.decode import Decoding, decode
 from kvcomp.eval.records import Record
 from kvcomp.eval.stats import Summary
+from kvcomp.eval.task import Task
 from kvcomp.models import REASONER, load
 
 INTERVAL, BATCH = 16, 100
@@ -37,55 +41,76 @@ INTERVAL, BATCH = 16, 100
 
 @dataclass(frozen=True)
 class Reasoner:
-    """The model, and the problems of each family with their tokens."""
+    """The model, and by task the problems with their tokens. `longest`: tokens of a whole text, of tasks that do not
+    say it."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    tasks: dict[str, Task]
     work: dict[str, list[run.Work]]
+    longest: int | None = None
+    interval: int = INTERVAL
+    batch: int = BATCH
 
     @classmethod
-    def load(cls, name: str, first: int, problems: int, dtype: str) -> Reasoner:
-        """The problems with seeds `first` to `first + problems - 1`."""
-        model, tokenizer = load(name, dtype)
-        found = {family: tasks.find(family) for family in FAMILIES}
-        seeds = f"{first}:{first + problems}"
-        return cls(
-            model, tokenizer,
-            {family: run.work(task, task.load(seeds), tokenizer, 1) for family, task in found.items()},
-        )  # fmt: skip
+    def load(
+        cls, name: str, first: int, problems: int, dtype: str, names: Sequence[str] = tuple(FAMILIES),
+        device: str = "cpu", **settings: Any,
+    ) -> Reasoner:  # fmt: skip
+        """`problems` of each task from number `first` on, which is the seed of generated ones."""
+        found, stop = [tasks.find(each) for each in names], first + problems
+        loaded = {
+            task.name: task.load(f"{first}:{stop}") if task.name in FAMILIES else task.load(None)[first:stop]
+            for task in found
+        }
+        model, tokenizer = load(name, dtype, device=device)
+        work = {task.name: run.work(task, loaded[task.name], tokenizer, 1) for task in found}
+        return cls(model, tokenizer, {task.name: task for task in found}, work, **settings)
 
-    def length(self, family: str) -> int:
-        """Tokens of a whole text, prompt and chain; the same for all problems."""
-        first = self.work[family][0]
-        return len(first.ids) + len(first.problem.answer.split())
+    def prompt(self, task: str) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(one.ids) for one in self.work[task])
+
+    def length(self, task: str) -> int:
+        """Tokens of a whole text, prompt and answer, of which budgets are fractions."""
+        if task in FAMILIES:
+            return self.prompt(task) + len(self.work[task][0].problem.answer.split())
+        if self.longest is None or self.longest <= self.prompt(task):
+            raise ValueError(f"{task}: budgets are fractions of a length above the prompt's {self.prompt(task)} tokens")
+        return self.longest
 
     def check(self, points: list[Point]) -> None:
         """Raises ValueError for a point that cannot hold what it protects, before any work."""
-        for point, family in itertools.product(points, FAMILIES):
-            compressor = None if point.told else point.compressor(self.length(family))
+        for point, task in itertools.product(points, self.work):
+            compressor = None if point.told else point.compressor(self.length(task))
             if compressor is not None:
-                compressor.check_prompt(len(self.work[family][0].ids))
+                compressor.check_prompt(self.prompt(task))
 
-    def answers(self, family: str) -> dict[str, str]:
-        """The right chain of each problem."""
-        return {one.problem.id: one.problem.answer for one in self.work[family]}
+    def answers(self, task: str) -> dict[str, str]:
+        """The right answer to each problem, in their order; of a generated family the chain."""
+        return {one.problem.id: one.problem.answer for one in self.work[task]}
 
-    def solve(self, point: Point, family: str, seed: int) -> list[Record]:
-        """One record a problem."""
+    def solve(self, point: Point, name: str, seed: int) -> list[Record]:
+        """One record a problem of the task `name`."""
         if point.told:
-            return list(self._with_oracle(point, family))
-        task, compressor = tasks.find(family), point.compressor(self.length(family))
-        how = Decoding(compressor, INTERVAL, task.max_new_tokens, seed=seed)
-        return list(run.complete(task, self.work[family], self.model, self.tokenizer, how, BATCH))
+            return list(self._with_oracle(point, name))
+        task, length = self.tasks[name], self.length(name)
+        new = task.max_new_tokens if name in FAMILIES else length - self.prompt(name)
+        how = Decoding(point.compressor(length), self.interval, new, seed=seed)
+        return list(run.complete(task, self.work[name], self.model, self.tokenizer, how, self.batch))
+
+    def row(self, point: Point, name: str, seed: int) -> dict[str, Any]:
+        """A line of the results: `point` solves the task `name`."""
+        return row(point, name, seed, self.length(name), self.solve(point, name, seed), self.answers(name))
 
     def _with_oracle(self, point: Point, family: str) -> Iterator[Record]:
         """Batch by batch, as the oracle knows its rows by their place."""
-        task = tasks.find(family)
+        task = self.tasks[family]
         budget = int(self.length(family) * point.fraction)
-        for start in range(0, len(self.work[family]), BATCH):
-            batch = self.work[family][start : start + BATCH]
+        for start in range(0, len(self.work[family]), self.batch):
+            batch = self.work[family][start : start + self.batch]
             ids, begin = torch.tensor([one.ids for one in batch]), time.perf_counter()
-            how = Decoding(self._oracle(point, budget, batch), INTERVAL, task.max_new_tokens)
+            how = Decoding(self._oracle(point, budget, batch), self.interval, task.max_new_tokens)
             for done in decode(self.model, ids, [one.problem.id for one in batch], set(), how):
                 yield run.record(task, batch[done.row], done, self.tokenizer, time.perf_counter() - begin)
 
@@ -102,9 +127,11 @@ class Reasoner:
 def row(
     point: Point, family: str, seed: int, length: int, records: list[Record], answers: dict[str, str]
 ) -> dict[str, Any]:
-    """A line of the results, for paired tests with a figure for each problem, in the order of the seeds: `right` has a
-    1 for one that is solved, `before` the share of its chain before the first wrong word. `answers`: right chains."""
-    records = sorted(records, key=_number)
+    """A line of the results, for paired tests with a figure for each problem, in the order of `answers`: `right` has a
+    1 for one that is solved, `before` the share of a generated chain before its first wrong word."""
+    order = {problem: place for place, problem in enumerate(answers)}
+    records = sorted(records, key=lambda record: order[record.problem])
+    chains = [round(before(record.completion, answers[record.problem]), 4) for record in records]
     return {
         "name": point.name,
         "family": family,
@@ -115,7 +142,7 @@ def row(
         "compressor": point.name if point.told else repr(point.compressor(length)),
         **asdict(Summary.of(records)),
         "right": "".join(str(int(record.correct)) for record in records),
-        "before": [round(before(record.completion, answers[record.problem]), 4) for record in records],
+        **({"before": chains} if family in FAMILIES else {}),
     }
 
 
@@ -130,42 +157,49 @@ def _chain(one: run.Work) -> Chain:
     return Chain(one.problem.prompt.split(), one.problem.answer.split())
 
 
-def _number(record: Record) -> int:
-    return int(record.problem.rpartition("-")[2])
-
-
 def main(
     study: Annotated[Study, typer.Argument(help="Which points.")],
-    model: Annotated[str, typer.Option(help="A model that solves both families.")] = REASONER,
-    problems: Annotated[int, typer.Option(help="Problems of each family.", min=1)] = 200,
-    first: Annotated[int, typer.Option(help="Seed of the first problem.", min=0)] = 0,
+    model: Annotated[str, typer.Option(help="Hub id, folder, or reasoner.")] = REASONER,
+    task: Annotated[list[str] | None, typer.Option(help="As in kvcomp eval; else both generated families.")] = None,
+    length: Annotated[int | None, typer.Option(help="Longest text, in tokens, of which budgets are fractions.")] = None,
+    problems: Annotated[int, typer.Option(help="Problems of each task.", min=1)] = 200,
+    first: Annotated[int, typer.Option(help="Number of the first one; of generated ones the seed.", min=0)] = 0,
     seeds: Annotated[int, typer.Option(help="Seeds of the methods that draw noise.", min=1)] = 1,
     only: Annotated[list[str] | None, typer.Option(help="Points of these names only; repeatable.")] = None,
+    interval: Annotated[int, typer.Option(help="New tokens between two compressions.", min=1)] = INTERVAL,
+    batch: Annotated[int, typer.Option(help="Problems at a time.", min=1)] = BATCH,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 1,
+    name: Annotated[str | None, typer.Option(help="In results, without .json; else reasoning_<study>.")] = None,
 ) -> None:
-    """Solve the problems with every point of a study and write results/reasoning_<study>.json."""
+    """Solve the problems with every point of a study and write a file of results."""
     torch.set_num_threads(threads)
-    reasoner = Reasoner.load(model, first, problems, dtype)
+    reasoner = Reasoner.load(
+        model, first, problems, dtype, task or list(FAMILIES), device, longest=length, interval=interval, batch=batch
+    )
     points = [point for point in STUDIES[study]() if not only or point.name in only]
     reasoner.check(points)
     jobs = [
-        (point, family, seed) for point in points for family in FAMILIES for seed in range(seeds if point.drawn else 1)
+        (point, each, seed)
+        for point in points
+        for each in reasoner.work
+        if each in FAMILIES or not point.told
+        for seed in range(seeds if point.drawn else 1)
     ]
-    rows = []
-    with Progress(console=Console(stderr=True)) as bar:
-        line = bar.add_task(study.value, total=len(jobs))
-        for point, family, seed in jobs:
-            bar.update(line, description=f"{study.value}: {point.name}, {family}")
-            records, answers = reasoner.solve(point, family, seed), reasoner.answers(family)
-            rows.append(row(point, family, seed, reasoner.length(family), records, answers))
-            bar.advance(line)
     settings: dict[str, Any] = {
         "model": model, "problems": problems, "first": first, "seeds": seeds, "dtype": dtype,
-        "recent": RECENT, "window": RECENT, "interval": INTERVAL,
+        "recent": RECENT, "window": RECENT, "interval": interval,
     }  # fmt: skip
-    path = write_results(f"reasoning_{study.value}", rows, **settings)
-    typer.echo(f"wrote {path}")
+    name, rows = name or f"reasoning_{study.value}", []
+    with Progress(console=Console(stderr=True)) as bar:
+        line = bar.add_task(study.value, total=len(jobs))
+        for point, each, seed in jobs:
+            bar.update(line, description=f"{study.value}: {point.name}, {each}")
+            rows.append(reasoner.row(point, each, seed))
+            bar.advance(line)
+            path = write_results(f"{name}.partial", rows, **settings)  # what there is when a study is stopped
+    typer.echo(f"wrote {path.rename(path.with_name(f'{name}.json'))}")
 
 
 if __name__ == "__main__":

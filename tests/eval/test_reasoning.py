@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import first_error
+import machine
 import pytest
 import readme
 import reasoning
@@ -20,6 +21,7 @@ from reasoner import oracle, train
 from reasoning import Reasoner
 from studies import Point, method
 
+from kvcomp.eval import tasks
 from kvcomp.eval.chains import FAMILIES
 from kvcomp.eval.decode import Decoding, decode
 from kvcomp.eval.records import Record
@@ -143,6 +145,33 @@ def test_every_point_of_every_study_can_be_built(trained):
 def test_a_point_that_cannot_hold_the_prompt_is_refused_before_any_work(trained):
     with pytest.raises(ValueError, match="protect_prompt=True must keep"):
         trained.check([replace(method("random", protect_prompt=True), fraction=0.1)])
+
+
+def test_a_study_solves_any_task_and_leaves_what_it_has_when_it_is_stopped(random_reasoner, tmp_path, monkeypatch):
+    problems = [{"prompt": one.prompt, "answer": "none", "grade": "exact", "id": one.id} for one in _some_problems()]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in problems))
+    monkeypatch.setattr(machine, "RESULTS", tmp_path)
+    settings = {"model": str(random_reasoner), "task": [str(file)], "problems": 3, "first": 1, "name": "mine"}
+    with pytest.raises(ValueError, match="mine: budgets are fractions of a length above the prompt's"):
+        reasoning.main(studies.Study.sweep, **settings)
+    reasoning.main(studies.Study.sweep, **settings, length=240, only=["oracle", "snapkv"], interval=8, batch=2)
+    rows = json.loads((tmp_path / "mine.json").read_text())["rows"]
+    assert [(row["family"], row["budget"]) for row in rows] == [("mine", 120), ("mine", 90), ("mine", 60)]
+    assert all(row["right"] == "000" and row["problems"] == 3 and "before" not in row for row in rows)
+    longest = max(len(one["prompt"].split()) for one in problems[1:])
+    assert all(0 < row["tokens"] <= 240 - longest for row in rows)
+
+    left, solve = [1, 1], Reasoner.solve
+    monkeypatch.setattr(Reasoner, "solve", lambda self, *point: left.pop() and solve(self, *point))
+    with pytest.raises(IndexError):
+        reasoning.main(studies.Study.sweep, **settings | {"name": "stopped"}, length=240, only=["snapkv"])
+    assert len(json.loads((tmp_path / "stopped.partial.json").read_text())["rows"]) == 2
+    assert not (tmp_path / "stopped.json").exists()
+
+
+def _some_problems():
+    return [tasks.find(family).load(f"{seed}:{seed + 1}")[0] for seed, family in enumerate([*FAMILIES, *FAMILIES])]
 
 
 def test_the_page_shows_what_the_results_say(reasoner, tmp_path, monkeypatch):
