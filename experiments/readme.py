@@ -14,7 +14,7 @@ from typing import Any
 from machine import RESULTS
 from page import figures
 from page.claims import CLAIMS, PILOT
-from page.points import FULL, RANDOM, Key, Points, in_points, read
+from page.points import FULL, RANDOM, Figure, Key, Points, in_points, read
 
 from kvcomp.eval.chains import FAMILIES
 from kvcomp.memory import size
@@ -22,6 +22,7 @@ from kvcomp.memory import size
 HERE = Path(__file__).parent
 BOTH = (*FAMILIES, None)
 ACCURACY = (*FAMILIES, "both", "before the first error")
+FIGURES: dict[str, Figure] = {"chains right": "right", "before the first error": "before"}
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> str:
@@ -75,17 +76,23 @@ def settings_table(found: Points) -> str:
 
 
 def swept(found: Points) -> str:
-    """The figure of the budget sweep and its table."""
+    """The figure of the budget sweep, and a table of each figure of accuracy."""
     lines = figures.curves(found, lambda key: found.mean(key, "budget"), lambda key: key[0])
     figures.accuracy("sweep", lines, "rows kept per KV head, mean of both families")
     fractions = sorted({key[1] for key in found.rows}, reverse=True)
     names = dict.fromkeys(key[0] for key in found.rows)
-    rows = [
-        [name, *(" ± ".join(f"{100 * x:.1f}" for x in found.accuracy((name, part, ""))) for part in fractions)]
-        for name in names
+
+    def cell(key: Key, figure: Figure) -> str:
+        return " ± ".join(f"{100 * x:.1f}" for x in found.accuracy(key, None, figure)) if key in found.rows else ""
+
+    tables = [
+        table(
+            [said, *(f"{part:.3g} of the rows" for part in fractions)],
+            [[name, *(cell((name, part, ""), figure) for part in fractions)] for name in names],
+        )
+        for said, figure in FIGURES.items()
     ]
-    head = ["method", *(f"{part:.3g} of the rows" for part in fractions)]
-    return f"![Accuracy against budget](figures/sweep.png)\n\n{table(head, rows)}"
+    return "\n\n".join(["![Accuracy against budget](figures/sweep.png)", *tables])
 
 
 def fronted(found: Points) -> str:

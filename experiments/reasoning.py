@@ -24,7 +24,7 @@ from machine import write_results
 from reasoner.oracle import AttentionOracle, Oracle, largest_weights, until
 from rich.console import Console
 from rich.progress import Progress
-from studies import RECENT, STUDIES, Point, Study
+from studies import RECENT, STUDIES, Point, Study, recent_rows
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcomp.core import Compressor
@@ -118,10 +118,10 @@ class Reasoner:
     def _oracle(self, point: Point, budget: int, batch: list[run.Work]) -> Compressor:
         """What `point` is told, of the problems of a batch."""
         if point.told == "facts":
-            return Oracle(budget, until([_chain(one) for one in batch]), recent=RECENT)
+            return Oracle(budget, until([_chain(one) for one in batch]), recent=recent_rows(budget))
         texts = [" ".join([one.problem.prompt, one.problem.answer]) for one in batch]
         weights = largest_weights(self.model, torch.tensor(self.tokenizer(texts).input_ids))
-        return AttentionOracle(budget, weights, recent=RECENT)
+        return AttentionOracle(budget, weights, recent=recent_rows(budget))
 
 
 def row(

@@ -1,7 +1,7 @@
 """What is compared on the small reasoning model: methods at budgets.
 
-A budget is a fraction of the length of a whole text. All methods keep the same `recent` rows and look at the same
-`window` of queries where they look at any; R-KV keeps the window of its own repository.
+A budget is a fraction of the length of a whole text. All methods keep the same `recent` rows (at most a quarter of the
+budget) and look at the same `window` of queries where they look at any; R-KV keeps the window of its own repository.
 """
 
 from __future__ import annotations
@@ -82,21 +82,31 @@ def pilot() -> list[Point]:
 
 
 DRAWN = ("vase-attnv", "vase-dkv", "curdkv", "random")
-WITH_WINDOW = ("vase-attnv", "snapkv", "expected-attention", "replay")
-OWN_RECENT = ("rkv", "rkv-simplified", "h2o", "tova")
+WITH_WINDOW = ("vase-attnv", "snapkv", "rkv-simplified", "expected-attention", "replay")
+OWN_RECENT = ("rkv", "h2o", "tova")
 """Methods that say themselves how many recent rows they keep."""
 
 
 def method(name: str, protect_prompt: bool = False) -> Point:
     """A method of `kvcomp.evict.METHODS` with the rows and the window that all share."""
-    settings = {} if name in OWN_RECENT else WINDOWED if name in WITH_WINDOW else COMMON
+    shared = {} if name in OWN_RECENT else WINDOWED if name in WITH_WINDOW else COMMON
     if name == "h2o" and protect_prompt:
-        settings = COMMON  # half of the budget beside the prompt is more than there is
-    if name == "rkv-simplified":
-        build: Build = lambda b: replace(RKV.simplified(b, protect_prompt=protect_prompt), **WINDOWED)  # noqa: E731
-    else:
-        build = lambda b: METHODS[name](budget=b, protect_prompt=protect_prompt, **settings)  # noqa: E731
+        shared = COMMON  # half of the budget beside the prompt is more than there is
+
+    def build(budget: int) -> Compressor:
+        settings = shared | {"protect_prompt": protect_prompt, "budget": budget}
+        if shared:
+            settings["recent"] = recent_rows(budget)
+        if name == "rkv-simplified":
+            return replace(RKV.simplified(4096), **settings)  # its own recent rows do not fit in every budget
+        return METHODS[name](**settings)
+
     return Point(name + (" + prompt" if protect_prompt else ""), build, drawn=name in DRAWN)
+
+
+def recent_rows(budget: int) -> int:
+    """The newest rows that all keep."""
+    return min(RECENT, budget // 4)
 
 
 def main_table() -> list[Point]:
@@ -108,9 +118,11 @@ SWEPT = ("replay", "vase-attnv", "vase-dkv", "snapkv", "rkv-simplified", "curdkv
 
 
 def sweep() -> list[Point]:
-    """A half to a quarter of the rows."""
-    points = [*(method(name) for name in SWEPT), method("random", protect_prompt=True), ORACLE, ATTENTION_ORACLE]
-    return [replace(point, fraction=fraction) for fraction in (1 / 2, 3 / 8, 1 / 4) for point in points]
+    """A half to a sixteenth of the rows; less than a quarter does not hold the prompt."""
+    free = [*(method(name) for name in SWEPT), ORACLE, ATTENTION_ORACLE]
+    pinned = [method("random", protect_prompt=True)]
+    points = {1 / 2: free + pinned, 3 / 8: free + pinned, 1 / 4: free + pinned, 1 / 8: free, 1 / 16: free}
+    return [replace(point, fraction=fraction) for fraction, those in points.items() for point in those]
 
 
 QUANTIZERS = ("", "k8v4 recent=16", "int4 rotated recent=16", "int4 rotated exact=0.05 recent=16")
