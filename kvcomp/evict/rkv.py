@@ -71,11 +71,11 @@ class RKV(ScoreEvictor):
 
     def _redundancy(self, older: KV) -> Score:
         keys = torch.nn.functional.normalize(older.keys.float(), dim=-1)
-        redundancy = torch.empty(keys.shape[:3], device=keys.device)
+        redundancy, real = torch.empty(keys.shape[:3], device=keys.device), ~older.pads
         for batch, head in itertools.product(
             *map(range, keys.shape[:2])
         ):  # rows x rows floats, not kv_heads times that
-            redundancy[batch, head] = self._mean_similarity(keys[batch, head], ~older.pads[batch, head])
+            redundancy[batch, head] = self._mean_similarity(keys[batch, head], real[batch, head])
         return redundancy.softmax(-1)
 
     def _mean_similarity(self, keys: Tensor, real: Tensor, block: int = 1024) -> Tensor:
