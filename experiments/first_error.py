@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from studies import method
 from torch import Tensor
+from weights import attention_weights
 
 from kvcomp import CompressedCache
 from kvcomp.core import Compressor
@@ -69,7 +70,8 @@ def _batch(reasoner: Reasoner, batch: list[Work], compressor: Compressor, seed: 
             wrong.setdefault(row, (stop, int(picked[row]), [one[row].clone() for one in evicted]))
         for gone, layer in zip(evicted, cache.compressed, strict=True):
             _note(gone, layer.positions, stop)
-    attention = _attention(reasoner, ids[sorted(wrong)]) if wrong else []
+    weights = attention_weights(reasoner.model, ids[sorted(wrong)]) if wrong else []
+    attention = [layer.mean(2) for layer in weights]  # over the group
     place = {row: index for index, row in enumerate(sorted(wrong))}
     return [
         _loss(reasoner, one, ids[row], wrong[row], [layer[place[row]] for layer in attention]) if row in wrong else None
@@ -88,17 +90,6 @@ def _note(gone: Tensor, positions: Tensor | None, stop: int) -> None:
     stored.scatter_(2, positions.long(), True)
     older = torch.arange(gone.shape[2]) < stop
     gone[~stored & older & (gone > stop)] = stop
-
-
-def _attention(reasoner: Reasoner, ids: Tensor) -> list[Tensor]:
-    """Of the full cache, by layer `[batch, kv_heads, tokens, tokens]`, mean over the group."""
-    model = reasoner.model
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    heads = model.config.num_key_value_heads
-    found = model(ids, output_attentions=True).attentions
-    model.set_attn_implementation(before)
-    return [layer.unflatten(1, (heads, -1)).mean(2) for layer in found]
 
 
 def _loss(reasoner: Reasoner, one: Work, ids: Tensor, wrong: tuple[int, int, list[Tensor]], full: list[Tensor]) -> Loss:

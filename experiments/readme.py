@@ -15,6 +15,7 @@ from machine import RESULTS
 from page import figures
 from page.claims import CLAIMS, PILOT
 from page.points import FULL, RANDOM, Figure, Key, Points, in_points, read
+from reads_by_range import READ, in_largest_quarter
 
 from kvcomp.eval.chains import FAMILIES
 from kvcomp.memory import size
@@ -138,6 +139,26 @@ def errors(data: dict[str, Any]) -> str:
     return f"![Error against value range](figures/error_by_range.png)\n\n{table(head, rows)}"
 
 
+def reads(data: dict[str, Any]) -> str:
+    """Where the rows are that will be read; beside all layers the one that reads most rows."""
+    lines = []
+    for name in dict.fromkeys(row["model"] for row in data["rows"]):
+        these = [row for row in data["rows"] if row["model"] == name]
+        most = max(these, key=lambda row: float(row["read"]))
+        found = [
+            sum(row["read"] for row in these) / len(these), in_largest_quarter(data["rows"], name),
+            most["read"], most["read_in_largest_quarter"],
+        ]  # fmt: skip
+        lines.append([name, *(f"{100 * share:.1f}" for share in found), str(most["layer"])])
+    inside = "in the largest quarter"
+    head = ["model", "read, all layers", inside, "read, where most are", inside, "that layer"]
+    told = (
+        f"Three quarters into a text: rows that some later query reads with a weight of {READ} or more, and how many "
+        "of these are in the quarter with the largest value ranges, per cent; 25 by chance."
+    )
+    return f"{told}\n\n{table(head, lines)}"
+
+
 def speeds(data: dict[str, Any]) -> str:
     """The figure of speed and memory against length."""
     figures.speed([row for row in data["rows"] if row["dtype"] == "bfloat16"])
@@ -152,6 +173,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Fewer rows", "reasoning_sweep", lambda data: swept(Points(data))),
     ("Accuracy against bytes", "reasoning_front", lambda data: fronted(Points(data))),
     ("Quantization error of the values against their range", "error_by_range", errors),
+    ("Value range and what is read", "reads_by_range", reads),
     ("Speed and memory against length", "decode_speed", speeds),
 )
 

@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from weights import attention_weights
 
 from kvcomp.core import KV, Observed, Score
 from kvcomp.eval.chains import CONSTANTS, FORMS, Chain
@@ -60,21 +61,13 @@ class AttentionOracle(ScoreEvictor):
 
 def largest_weights(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     """What `AttentionOracle` is told about the texts `ids` `[batch, tokens]`, in float16."""
-    before, parts = model.config._attn_implementation, []
-    model.set_attn_implementation("eager")  # the one that returns weights
-    try:
-        for some in ids.split(AT_ONCE):
-            weights = model(some, use_cache=False, output_attentions=True).attentions
-            parts.append([_still_to_come(of_layer, model.config.num_key_value_heads) for of_layer in weights])
-    finally:
-        model.set_attn_implementation(before)
-    return [torch.cat(of_layer) for of_layer in zip(*parts, strict=True)]
+    parts = [[_still_to_come(layer) for layer in attention_weights(model, some)] for some in ids.split(AT_ONCE)]
+    return [torch.cat(layer) for layer in zip(*parts, strict=True)]
 
 
-def _still_to_come(weights: Tensor, kv_heads: int) -> Tensor:
-    """From `[batch, query_heads, queries, rows]` the maximum of each KV head's queries at or after each place."""
-    of_group = weights.unflatten(1, (kv_heads, -1)).amax(2)
-    latest_first = torch.nn.functional.pad(of_group.flip(2), (0, 0, 1, 0))
+def _still_to_come(weights: Tensor) -> Tensor:
+    """From `[batch, kv_heads, group, queries, rows]` the maximum over the group's queries at or after each place."""
+    latest_first = torch.nn.functional.pad(weights.amax(2).flip(2), (0, 0, 1, 0))
     return latest_first.cummax(2).values.flip(2).half()
 
 

@@ -1,5 +1,6 @@
 """The experiments on the small reasoning model; a few problems each."""
 
+import itertools
 import json
 import random
 import subprocess
@@ -11,6 +12,7 @@ import first_error
 import machine
 import pytest
 import readme
+import reads_by_range
 import reasoning
 import studies
 import torch
@@ -20,6 +22,8 @@ from page.points import Points
 from reasoner import oracle, train
 from reasoning import Reasoner
 from studies import Point, method
+from transformers import DynamicCache
+from weights import attention_weights
 
 from kvcomp.eval import tasks
 from kvcomp.eval.chains import FAMILIES
@@ -93,18 +97,20 @@ def test_the_oracles_solve_most_of_what_the_full_cache_does_and_a_window_none(tr
 
 def test_the_attention_oracle_is_told_the_largest_weight_that_is_still_to_come(trained):
     ids = torch.tensor([one.ids for one in trained.work["registers"][:2]])
-    before = trained.model.config._attn_implementation
-    with torch.no_grad():
-        told = oracle.largest_weights(trained.model, ids)
-        assert trained.model.config._attn_implementation == before
-        trained.model.set_attn_implementation("eager")
-        weights = trained.model(ids, output_attentions=True).attentions
-        trained.model.set_attn_implementation(before)
-    groups = weights[0].shape[1] // told[0].shape[1]
+    told, weights = oracle.largest_weights(trained.model, ids), attention_weights(trained.model, ids)
     for layer, head, now, row in ((0, 0, 0, 0), (1, 1, 40, 17), (3, 0, 80, 80), (2, 1, ids.shape[1] - 1, 5)):
-        heads = weights[layer][:, head * groups : (head + 1) * groups, now:, row]
-        torch.testing.assert_close(told[layer][:, head, now, row], heads.amax((1, 2)).half())
+        to_come = weights[layer][:, head, :, now:, row]
+        torch.testing.assert_close(told[layer][:, head, now, row], to_come.amax((1, 2)).half())
     assert all((of_layer[:, :, -1] == 0).all() for of_layer in told)
+
+
+def test_attention_weights_are_those_of_each_query_head_and_leave_the_model_as_it_was(trained):
+    ids, before = torch.tensor([trained.work["registers"][0].ids]), trained.model.config._attn_implementation
+    (found, *_), config = attention_weights(trained.model, ids), trained.model.config
+    assert trained.model.config._attn_implementation == before
+    assert found.shape[1:3] == (config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads)
+    torch.testing.assert_close(found.sum(-1), torch.ones(found.shape[:-1]))
+    assert (found.triu(1) == 0).all()
 
 
 def test_the_first_error_is_traced_to_a_row_that_was_evicted(reasoner):
@@ -172,6 +178,26 @@ def test_a_study_solves_any_task_and_leaves_what_it_has_when_it_is_stopped(rando
 
 def _some_problems():
     return [tasks.find(family).load(f"{seed}:{seed + 1}")[0] for seed, family in enumerate([*FAMILIES, *FAMILIES])]
+
+
+def test_rows_that_are_read_are_counted_among_those_with_large_value_ranges(trained):
+    ids = torch.tensor([one.ids for one in trained.work["registers"][:2]])
+    rows = reads_by_range.rows_of("reasoner", trained.model, ids)
+    cache, now = DynamicCache(config=trained.model.config), 3 * ids.shape[1] // 4
+    weights = attention_weights(trained.model, ids, cache=cache)
+    chosen = slice(reads_by_range.SINKS, now - reads_by_range.RECENT)
+    for row, layer, attention in zip(rows, cache.layers, weights, strict=True):
+        read = inside = 0
+        for text, head in itertools.product(range(2), range(layer.values.shape[1])):
+            values = layer.values[text, head, chosen]
+            order = (values.amax(-1) - values.amin(-1)).argsort(descending=True)[: len(values) // 4].tolist()
+            most = attention[text, head, :, now:, chosen].amax((0, 1)).tolist()
+            found = {index for index, weight in enumerate(most) if weight >= 0.1}
+            read, inside = read + len(found), inside + len(found & set(order))
+        assert row["read"] == pytest.approx(read / (2 * layer.values.shape[1] * len(values)))
+        assert row["read_in_largest_quarter"] == pytest.approx(inside / max(read, 1))
+        assert sum(row["weight_by_tenth"]) == pytest.approx(1.0, abs=1e-5)
+    assert sum(row["read"] for row in rows) > 0
 
 
 def test_the_page_shows_what_the_results_say(reasoner, tmp_path, monkeypatch):
