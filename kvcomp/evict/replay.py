@@ -65,7 +65,7 @@ class Replay(ScoreEvictor):
         keys, pads = kv.keys, seen.remembered_positions < 0
         most, rows = keys.new_zeros(keys.shape[:3], dtype=torch.float32), KV(keys, keys, kv.positions)
         for queries, unknown in zip(seen.remembered.split(AT_ONCE, 2), pads.split(AT_ONCE, 2), strict=True):
-            weights = self._ask(rows, seen, queries).softmax(-1).masked_fill(unknown[..., None], 0.0)
+            weights = self._ask(rows, seen, queries).softmax(-1).masked_fill_(unknown[..., None], 0.0)
             most = torch.maximum(most, weights.amax(2))
         return most
 
