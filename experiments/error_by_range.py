@@ -11,6 +11,7 @@ github.com/terarachang/VaSE at bfa2692) and does not state its result.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pydoc_data import topics
 from typing import Annotated, Any
 
@@ -36,6 +37,13 @@ def tokens(name: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     rows = [tokenizer(f"{one.prompt} {one.answer}").input_ids for one in problems]
     shortest = min(map(len, rows))
     return torch.tensor([row[:shortest] for row in rows])
+
+
+def each_model(names: list[str] | None) -> Iterator[tuple[str, PreTrainedModel, Tensor]]:
+    """Name, model and texts of `names`, or of both small models."""
+    for name in names or [REASONER, SMOLLM2]:
+        model, tokenizer = load(name)
+        yield name, model, tokens(name, tokenizer)
 
 
 def errors(keys: Tensor, values: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
@@ -76,10 +84,7 @@ def main(
 ) -> None:
     """Write results/error_by_range.json and print the means over layers."""
     torch.set_num_threads(1)
-    rows = []
-    for name in model or [REASONER, SMOLLM2]:
-        network, tokenizer = load(name)
-        rows += rows_of(name, network, tokens(name, tokenizer))
+    rows = list(itertools.chain.from_iterable(rows_of(*one) for one in each_model(model)))
     for name, bits, size in dict.fromkeys((row["model"], row["bits"], row["group_size"]) for row in rows):
         these = [row for row in rows if (row["model"], row["bits"], row["group_size"]) == (name, bits, size)]
         mean = sum(row["correlation"] for row in these) / len(these)

@@ -14,13 +14,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from error_by_range import SINKS, by_tenth, tokens
+from error_by_range import SINKS, by_tenth, each_model
 from machine import write_results
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from weights import attention_weights
-
-from kvcomp.models import REASONER, SMOLLM2, load
 
 RECENT, READ = 32, 0.1
 
@@ -68,9 +66,8 @@ def main(
     """Write results/reads_by_range.json and print the means over layers."""
     torch.set_num_threads(1)
     rows = []
-    for name in model or [REASONER, SMOLLM2]:
-        network, tokenizer = load(name)
-        rows += rows_of(name, network, tokens(name, tokenizer))
+    for name, network, ids in each_model(model):
+        rows += rows_of(name, network, ids)
         typer.echo(f"{name}: {in_largest_quarter(rows, name):.0%} of the rows that are read have the largest ranges")
     typer.echo(f"wrote {write_results('reads_by_range', rows, read=READ, recent=RECENT, sinks=SINKS)}")
 
