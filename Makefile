@@ -59,6 +59,7 @@ experiments: $(READY)  ## the paper's experiments on the small reasoning model; 
 	$(BIN)/python experiments/readme.py
 
 study-main: PROBLEMS := 200
+study-sweep: PROBLEMS := 80
 study-front: PROBLEMS := 50
 study-front: OPTIONS := --dtype bfloat16
 study-%: PROBLEMS = 100
